@@ -1,0 +1,119 @@
+"""What an engine author supplies, once per rank process. Nothing here knows of transactions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine_adapter.placement.rows import Placement
+from updater.core.policy import CachePolicy, Capabilities
+from updater.manifest import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One tensor of this rank that a checkpoint feeds.
+
+    `local`: the plain local tensor, sharing storage with what the forward pass reads. `rebind` makes the forward
+    pass read another tensor of equal shape, dtype, device and strides instead (about a microsecond; only while the
+    engine is paused). Tied parameters appear once; `aliases` lists the other names.
+    """
+
+    name: str
+    local: torch.Tensor
+    rebind: Callable[[torch.Tensor], None]
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """Something computed from parameters (a cached float32 head, a packed kernel): rebuilt after every install."""
+
+    name: str
+    refresh: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PausePoint:
+    """Where a rank stands: must be equal on all ranks of a replica."""
+
+    step: int
+    running: str  # hash of the ids of the requests that the scheduler holds
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Greedy unless `temperature` > 0. Token ids in, token ids out."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    temperature: float = 0.0
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """New tokens of one request, in order. `version`: the label of the weights that made them, read on the rank.
+
+    `finish_reason`: None while it runs, then `stop`, `length`, `abort` or `error` (with `error`).
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    version: str
+    finish_reason: str | None = None
+    error: str = ""
+    cached_tokens: int = 0
+
+
+class RankEngine(Protocol):
+    """One rank of an engine.
+
+    Threads: `parameters`, `placement` and `capabilities` are called from the staging thread while the engine
+    serves; `pause`, `unpause`, `reset_cache` and everything between from the control thread; `submit` and `cancel`
+    on rank 0 only, from the control thread; `emit` is called from the engine's own thread.
+    """
+
+    rank: int
+    size: int
+    name: str
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def parameters(self) -> Mapping[str, Parameter]:
+        """Every tensor that a checkpoint must feed. The same mapping for the life of the process."""
+
+    def derived(self) -> tuple[Derived, ...]: ...
+
+    def placement(self, specs: Mapping[str, TensorSpec]) -> Placement:
+        """Rows for this rank. Pure: touches no weight."""
+
+    def start(self, emit: Callable[[TokenEvent], None]) -> None:
+        """Begin to serve. Called once, after the placement was admitted."""
+
+    def pause(self, deadline_s: float) -> PausePoint:
+        """Stop between two steps; on return no forward runs and none starts before `unpause`. All ranks enter.
+
+        Raises TimeoutError after `deadline_s`, and is then not paused.
+        """
+
+    def unpause(self, deadline_s: float) -> None: ...
+
+    def reset_cache(self) -> Mapping[str, bool]:
+        """While paused: tier name -> really empty. Every tier the engine has."""
+
+    def set_version(self, version: str, digest: str, cache: CachePolicy) -> None:
+        """While paused: the label that `TokenEvent.version` carries and the namespace of new cache entries (I3)."""
+
+    def submit(self, request: GenerateRequest) -> None: ...
+
+    def cancel(self, request_id: str) -> None:
+        """The request ends with `finish_reason="abort"` and the tokens it has, soon."""
+
+    def stop(self, deadline_s: float) -> None: ...

@@ -1,0 +1,326 @@
+"""The participant contract: what a coordinator asks of the front of a replica, and what it answers.
+
+Over HTTP each verb is `POST /participant/v1/{verb}` with the request as JSON; the answer is the reply as JSON, or a
+problem document whose `failures` become a refusal. As a Ray actor each verb is a method of the same name.
+
+Rules for every verb:
+
+- every request carries a `Fence`. An older (epoch, serial, attempt) or another incarnation is refused with
+  `replica_fenced` and has no effect;
+- every verb is idempotent by (serial, attempt): a repeated call joins the running one or gets the first answer again;
+- a refusal has no effect on what serves;
+- `install`, `invalidate` and `restore` may not be refused for any reason but the state table: what they need was
+  checked before.
+
+| verb | when | how often | may it refuse |
+|---|---|---|---|
+| describe | before a join, any time | any | no |
+| join | after describe, fleet idle | once per incarnation | another fleet, another live digest |
+| plan | PLANNING | once per update | yes: names, shapes, dtypes, coverage, space, modes |
+| stage | STAGING | once per update | yes: read errors, changed source, non-finite values |
+| seal | end of a pushed stream | once | yes: stream incomplete (no-op for disk) |
+| verify | VERIFYING | once per update | yes: coverage, digests: this is the vote |
+| pause | PAUSING | once per attempt | yes: not staged, asleep, ranks at different steps, time |
+| renew | while paused | any | yes: lease already over |
+| install | INSTALLING, after `decided` | once per attempt | only by the state table |
+| invalidate | INVALIDATING | once per attempt | a cache tier that did not clear |
+| restore | RESTORING | once per attempt | only by the state table |
+| resume | RESUMING, REOPENING | until acknowledged | only by the state table |
+| discard | DISCARDING | until acknowledged | no |
+| status | any time | any | no |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from updater.core.errors import Failure
+from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode
+
+VERBS = (
+    "describe",
+    "join",
+    "plan",
+    "stage",
+    "seal",
+    "verify",
+    "pause",
+    "renew",
+    "install",
+    "invalidate",
+    "restore",
+    "resume",
+    "discard",
+    "status",
+)
+
+
+class Kind(StrEnum):
+    """What a transaction does: new bytes, the kept copy back, or a late joiner brought to the live version."""
+
+    UPDATE = "update"
+    ROLLBACK = "rollback"
+    CATCH_UP = "catch_up"
+
+
+class FrontState(StrEnum):
+    """States of the replica table, design section 4."""
+
+    JOINING = "joining"
+    OPEN = "open"
+    CLOSING = "closing"
+    PAUSED = "paused"
+    INSTALLING = "installing"
+    INSTALLED = "installed"
+    INVALIDATED = "invalidated"
+    RESTORING = "restoring"
+    QUARANTINED = "quarantined"
+    BROKEN = "broken"
+
+
+class SpareState(StrEnum):
+    EMPTY = "empty"
+    STAGING = "staging"
+    STAGED = "staged"
+    PREVIOUS = "previous"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Who is talking about what. Ordered by (epoch, serial, attempt); the incarnation must be equal."""
+
+    fleet: str
+    epoch: int
+    serial: int
+    attempt: int
+    incarnation: str
+
+    def order(self) -> tuple[int, int, int]:
+        return (self.epoch, self.serial, self.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """`serial` for staging and staged; `version` and `digest` (content digest) for staged and previous."""
+
+    state: SpareState
+    serial: int = 0
+    version: str = ""
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    rank: int
+    pid: int
+    parameters: int
+    weight_bytes: int  # of this rank's shard, in the parameters' dtypes
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class FrontStatus:
+    """Everything a coordinator may know of a replica. `live_version` is a label; digests are content digests."""
+
+    replica: str
+    incarnation: str
+    fleet: str  # "" before the first join
+    epoch: int
+    serial: int
+    attempt: int
+    state: FrontState
+    live_version: str
+    live_digest: str
+    spare: Spare
+    in_flight: int = 0
+    waiting: int = 0
+    asleep: bool = False
+    lease_left_s: float | None = None
+    staged_serial: int = 0
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a front says of itself before it joins."""
+
+    status: FrontStatus
+    engine: str
+    url: str
+    capabilities: Capabilities
+    config_hash: str
+    model: str
+    ranks: tuple[RankInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """The plain answer: done, or was done."""
+
+    fence: Fence
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest:
+    """Admits a verified joiner: it opens on `version`. Refused unless its live digest equals `digest`."""
+
+    fence: Fence
+    version: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOffer:
+    """`path`: a safetensors file or a directory; links resolved, it must lie under one of the roots."""
+
+    path: str
+    kind: str = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """`manifest`: the manifest as JSON text, or empty to take the one beside the source, if any.
+
+    For a rollback `offer` is None, and `version` and `digest` name what the spare must hold as `previous`. For a
+    catch-up `digest` is the content digest that staging must arrive at.
+    """
+
+    fence: Fence
+    kind: Kind
+    update: str
+    version: str
+    offer: DiskOffer | None
+    manifest: str
+    digest: str
+    in_flight: InFlight
+    cache: CachePolicy
+    install: InstallMode
+    require_digests: bool
+    allow_narrowing: tuple[tuple[str, str], ...]
+    allow_nonfinite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReply:
+    """No tensor byte was read. `manifest_digest` is empty where there is no manifest."""
+
+    fence: Fence
+    manifest_digest: str
+    tensors: int
+    bytes_to_read: int  # over all ranks
+    install: InstallMode  # what `auto` resolved to
+    warnings: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageRequest:
+    fence: Fence
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageReply:
+    fence: Fence
+    bytes_read: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRequest:
+    fence: Fence
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReply:
+    """The vote. `observed`: content digest of what the spares of all ranks hold together, in checkpoint terms.
+
+    `proof` is `digests` where every tensor was compared with the trainer's, else `structure_only`.
+    """
+
+    fence: Fence
+    observed: str
+    proof: str
+    tensors_changed: int
+    warnings: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PauseRequest:
+    fence: Fence
+    in_flight: InFlight
+    quiesce_s: float
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PauseReply:
+    """Re-asserts what the vote said, at the moment when nothing runs. `step`: engine step, equal on all ranks."""
+
+    fence: Fence
+    staged_serial: int
+    staged_digest: str
+    step: int
+    asleep: bool
+    aborted: int = 0
+    requeued: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class InvalidateRequest:
+    fence: Fence
+    cache: CachePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequest:
+    """`published`: reopen on `version`, `digest`; else reopen on the old one, which they then name."""
+
+    fence: Fence
+    published: bool
+    version: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardRequest:
+    """Drop the staging of `fence.serial` and remember that (serial, attempt) may never install."""
+
+    fence: Fence
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """Carries no fence: it changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class FenceRequest:
+    """A verb that needs nothing but its fence: seal, renew, install, restore."""
+
+    fence: Fence
+
+
+#: verb -> (request type, reply type)
+MESSAGES: dict[str, tuple[type, type]] = {
+    "describe": (StatusRequest, Description),
+    "status": (StatusRequest, FrontStatus),
+    "join": (JoinRequest, Ack),
+    "plan": (PlanRequest, PlanReply),
+    "stage": (StageRequest, StageReply),
+    "seal": (FenceRequest, Ack),
+    "verify": (VerifyRequest, VerifyReply),
+    "pause": (PauseRequest, PauseReply),
+    "renew": (FenceRequest, Ack),
+    "install": (FenceRequest, Ack),
+    "invalidate": (InvalidateRequest, Ack),
+    "restore": (FenceRequest, Ack),
+    "resume": (ResumeRequest, Ack),
+    "discard": (DiscardRequest, Ack),
+}
