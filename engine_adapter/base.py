@@ -71,6 +71,20 @@ class TokenEvent:
     cached_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What a rank process is told to build. `rendezvous`: path of a FileStore shared by the ranks of this replica.
+
+    `options` are the engine's own (for example `num_blocks`, `dtype`).
+    """
+
+    rank: int
+    size: int
+    model: str
+    rendezvous: str
+    options: dict[str, str | int | float | bool]
+
+
 class RankEngine(Protocol):
     """One rank of an engine.
 
@@ -117,3 +131,7 @@ class RankEngine(Protocol):
         """The request ends with `finish_reason="abort"` and the tokens it has, soon."""
 
     def stop(self, deadline_s: float) -> None: ...
+
+
+#: Named as `package.module:function` on a rank process's command line; the module is imported in that process only.
+EngineFactory = Callable[[EngineSpec], RankEngine]
