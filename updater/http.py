@@ -1,0 +1,236 @@
+"""HTTP for every server of the project: problem documents, bounded bodies, and the wiring of both into an app.
+
+`install(app, tokens=..., ...)` is all a server needs: after it every answer that is not a success is an RFC 9457
+problem document, also unknown paths, wrong methods and unreadable bodies, and nothing is reachable without its token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from updater import wire
+from updater.core.errors import (
+    CODES,
+    Aborted,
+    Failure,
+    LiveweightsError,
+    Quarantined,
+    Rejected,
+    RolledBack,
+    Unauthorized,
+    Unavailable,
+)
+from updater.security import Access, Tokens
+
+MEDIA_TYPE = "application/problem+json"
+RETRY_AFTER_S = 1
+DEFAULT_MAX_BODY = 4 << 20
+BODY_DEADLINE_S = 60.0
+
+_log = logging.getLogger("liveweights.http")
+_KINDS = {
+    kind.__name__.lower(): kind for kind in (Rejected, Aborted, RolledBack, Unavailable, Unauthorized, Quarantined)
+}
+_BY_STATUS = {
+    400: "bad_request",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+    503: "shut",
+}
+
+
+def problem_body(error: LiveweightsError, **extra: Any) -> dict[str, Any]:
+    """The document of one error: RFC 9457 members, then ours. `extra` adds members, for example `receipt`."""
+    return {
+        "type": f"urn:liveweights:{error.code}",
+        "title": error.code.replace("_", " "),
+        "status": error.status,
+        "detail": str(error),
+        "code": error.code,
+        "outcome": type(error).__name__.lower(),
+        "retryable": error.retryable,
+        "live_version": error.live_version,
+        "failures": [wire.plain(failure) for failure in error.failures],
+        **extra,
+    }
+
+
+def problem(error: LiveweightsError, **extra: Any) -> JSONResponse:
+    """The answer that carries an error; 503 says when to come back, 401 what to bring."""
+    headers: dict[str, str] = {}
+    if error.status == 503:
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(problem_body(error, **extra), error.status, headers, media_type=MEDIA_TYPE)
+
+
+def failures_of(document: object, *, fallback: str = "internal") -> tuple[Failure, ...]:
+    """The failures of a problem document that came from outside; what cannot be read becomes one `fallback` failure.
+
+    A peer of another release may send codes that this one does not know: they become `fallback`, with the text kept.
+    """
+    found: list[Failure] = []
+    entries = document.get("failures") if isinstance(document, Mapping) else None
+    for entry in entries if isinstance(entries, list) else ():
+        try:
+            found.append(wire.build(Failure, entry))
+        except (wire.WireError, ValueError):
+            found.append(Failure(fallback, str(entry)[:500]))
+    if not found:
+        detail = document.get("detail") if isinstance(document, Mapping) else None
+        found.append(Failure(fallback, str(detail or "the answer is not a problem document")[:500]))
+    return tuple(found)
+
+
+def install(
+    app: FastAPI,
+    *,
+    tokens: Tokens,
+    inference_paths: frozenset[str] = frozenset(),
+    max_body: int = DEFAULT_MAX_BODY,
+    body_limits: Mapping[str, int] | None = None,
+    live_version: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Guard the app and give it problem documents.
+
+    `inference_paths`: exact paths that the inference token opens; every other one needs the admin token.
+    `body_limits`: path prefix -> bytes, where a route takes more than `max_body`. `live_version` fills in what an
+    error does not say itself.
+    """
+    app.router.redirect_slashes = False  # `/v1/updates/` is another path, and not ours
+
+    async def known(_request: Request, error: Exception) -> Response:
+        if not isinstance(error, LiveweightsError):  # pragma: no cover  (registered for this type only)
+            raise error
+        if error.live_version is None:
+            error.live_version = live_version()
+        return problem(error)
+
+    async def invalid(_request: Request, error: Exception) -> Response:
+        details = error.errors() if isinstance(error, RequestValidationError) else []
+        lines = [f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in details]
+        failures = [Failure("bad_request", line[:500]) for line in lines[:20]] or [Failure("bad_request", "unreadable")]
+        return problem(Rejected(*failures, live_version=live_version()))
+
+    async def plain(_request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        code = _BY_STATUS.get(status, "bad_request" if status < 500 else "internal")
+        kind = Unavailable if status >= 500 else Rejected
+        return problem(kind(Failure(code, str(getattr(error, "detail", code))), live_version=live_version()))
+
+    async def unexpected(_request: Request, error: Exception) -> Response:
+        _log.error("unexpected error: %s", type(error).__name__)
+        return problem(Unavailable(Failure("internal", type(error).__name__), live_version=live_version()))
+
+    app.add_exception_handler(LiveweightsError, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, plain)
+    app.add_exception_handler(Exception, unexpected)
+    # The last one added is the outermost: the token is checked before a byte of the body is read.
+    app.add_middleware(BodyLimit, max_body=max_body, body_limits=dict(body_limits or {}))
+    app.add_middleware(Guard, access=Access(tokens, inference_paths))
+
+
+class Guard:
+    """Refuses, before anything else looks at it, every request that does not bring its token."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        headers = [value for name, value in scope["headers"] if name == b"authorization"]
+        error = self._access.refuses(scope["path"], headers)
+        if error is None and scope["type"] == "http":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await problem(error or Rejected(Failure("not_found", "no such route")))(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+
+class BodyLimit:
+    """Reads the body, bounded in size and time, before the app runs; a length that is not told is counted."""
+
+    def __init__(self, app: ASGIApp, max_body: int, body_limits: Mapping[str, int]) -> None:
+        self._app, self._max, self._limits = app, max_body, body_limits
+
+    def limit(self, path: str) -> int:
+        return max((size for prefix, size in self._limits.items() if path.startswith(prefix)), default=self._max)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await self._body(scope, receive, self.limit(scope["path"]))
+        except _BadBody as bad:
+            await problem(Rejected(Failure(bad.code, bad.message)))(scope, receive, send)
+            return
+        if body is not None:
+            await self._app(scope, _replay(body, receive), send)
+
+    async def _body(self, scope: Scope, receive: Receive, limit: int) -> bytes | None:
+        """The whole body; None if the client went away."""
+        for name, value in scope["headers"]:
+            if name == b"content-length" and (not value.isdigit() or int(value) > limit):
+                raise _BadBody("body_too_large", f"content-length {value[:20].decode('latin-1')}, limit {limit} bytes")
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_DEADLINE_S):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > limit:
+                        raise _BadBody("body_too_large", f"more than {limit} bytes")
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise _BadBody("bad_request", f"the body did not arrive within {BODY_DEADLINE_S:g} s") from None
+
+
+class _BadBody(Exception):
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
+
+
+def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
+    """A `receive` that hands out the body once and then listens for the disconnect."""
+    sent = False
+
+    async def replay() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def error_of(status: int, document: object, *, fallback: str = "internal") -> LiveweightsError:
+    """The error that a problem document tells of, for clients. `status` decides where the document is unreadable."""
+    failures = failures_of(document, fallback=_BY_STATUS.get(status, fallback))
+    told: Mapping[str, Any] = document if isinstance(document, Mapping) else {}
+    kind = _KINDS.get(str(told.get("outcome")), Unavailable if CODES[failures[0].code] == 503 else Rejected)
+    live = told.get("live_version")
+    return kind(*failures, live_version=live if isinstance(live, str) else None)

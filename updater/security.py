@@ -1,0 +1,117 @@
+"""Who may call what. One rule: loopback without a configured token is open; with a token every path but the two
+health paths needs it; a public bind without a token refuses to start.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from updater.core.errors import Failure, Unauthorized
+
+ADMIN_ENV = "LIVEWEIGHTS_ADMIN_TOKEN"
+INFERENCE_ENV = "LIVEWEIGHTS_INFERENCE_TOKEN"
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+MIN_TOKEN = 8
+
+
+class ConfigurationError(ValueError):
+    """The settings contradict the rule: nothing starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Bearer tokens of the two scopes, empty where not configured. Never shown: they have no `repr`."""
+
+    admin: str = field(default="", repr=False)
+    inference: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        for token in (self.admin, self.inference):
+            if token and (len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token):
+                raise ConfigurationError(f"a token needs at least {MIN_TOKEN} printable ASCII characters, no spaces")
+        if self.admin and self.admin == self.inference:
+            raise ConfigurationError("the two scopes need different tokens")
+
+    @property
+    def configured(self) -> bool:
+        return bool(self.admin or self.inference)
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> Tokens:
+        """From the environment; `NAME_FILE` names a file that holds the token and only its owner may read."""
+        source = os.environ if env is None else env
+        return cls(_token(source, ADMIN_ENV), _token(source, INFERENCE_ENV))
+
+
+def _token(env: Mapping[str, str], name: str) -> str:
+    if name in env:
+        if not env[name]:
+            raise ConfigurationError(f"{name} is set but empty")
+        return env[name]
+    path = env.get(f"{name}_FILE")
+    if path is None:
+        return ""
+    try:
+        if Path(path).stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ConfigurationError(f"{name}_FILE can be read by others: chmod 600 it")
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{name}_FILE cannot be read: {type(error).__name__}") from None
+    if not token:
+        raise ConfigurationError(f"{name}_FILE is empty")
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a bind address is reachable from this machine only. A name other than `localhost` is not trusted."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_bind(host: str, tokens: Tokens) -> None:
+    """Raises ConfigurationError for a public bind without an admin token (B153)."""
+    if not is_loopback(host) and not tokens.admin:
+        raise ConfigurationError(f"{host} can be reached from other machines: set {ADMIN_ENV} or bind 127.0.0.1")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The rule, applied to one request. Paths are compared whole: whatever is not listed is closed (B156)."""
+
+    tokens: Tokens
+    inference_paths: frozenset[str]
+
+    def refuses(self, path: str, headers: Sequence[bytes]) -> Unauthorized | None:
+        """`headers`: every `Authorization` value of the request. None: go on."""
+        if not self.tokens.configured or path in OPEN_PATHS:
+            return None
+        given = _bearer(headers)
+        # Every configured token is compared, in constant time, before anything is decided.
+        admin = _same(given, self.tokens.admin)
+        inference = _same(given, self.tokens.inference)
+        if admin or (inference and path in self.inference_paths):
+            return None
+        if inference:
+            return Unauthorized(Failure("forbidden", "this token opens inference routes only"))
+        return Unauthorized(Failure("unauthorized", "a bearer token is needed"))
+
+
+def _bearer(headers: Sequence[bytes]) -> bytes:
+    if len(headers) != 1:
+        return b""
+    scheme, _, token = headers[0].partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _same(given: bytes, token: str) -> bool:
+    return hmac.compare_digest(given, token.encode()) and bool(token)
