@@ -15,6 +15,7 @@ LiveweightsError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 #: code -> HTTP status. 409 busy or wrong phase, 412 version preconditions, 422 refused content, 424 a rank failed.
@@ -88,6 +89,7 @@ CODES: dict[str, int] = {
     "shut": 503,
     "queue_full": 503,
     "aborted_by_update": 503,
+    "unreachable": 503,
     "internal": 500,
 }
 
@@ -122,14 +124,23 @@ class Failure:
 
 
 class LiveweightsError(Exception):
-    """Base. `failures[0].code` is the code of the whole; `live_version` is what serves now, as a label."""
+    """Base. `failures[0].code` is the code of the whole; `live_version` is what serves now, as a label.
 
-    def __init__(self, *failures: Failure, live_version: str | None = None) -> None:
+    `receipt`: on the client's side, the receipt that a problem document carried, as JSON-ready values.
+    """
+
+    def __init__(
+        self,
+        *failures: Failure,
+        live_version: str | None = None,
+        receipt: Mapping[str, object] | None = None,
+    ) -> None:
         if not failures:
             raise ValueError("an error needs at least one failure")
         super().__init__("; ".join(_line(failure) for failure in failures))
         self.failures = failures
         self.live_version = live_version
+        self.receipt = receipt
 
     @property
     def code(self) -> str:
