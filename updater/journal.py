@@ -1,0 +1,313 @@
+"""The coordinator's memory: SQLite in WAL mode with `synchronous=FULL`, and manifests as files beside it.
+
+Every write is one transaction that first checks the ownership row, so a coordinator that was frozen and wakes up
+after another took over cannot record anything (hazards: a file lock is not enough). After any error the journal is
+closed for good: a read after a failed fsync proves nothing, so the process must stop and recover.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from updater.core.errors import Failure, LiveweightsError
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS ownership (fleet TEXT PRIMARY KEY, epoch INTEGER NOT NULL, owner TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS requests (
+    id TEXT PRIMARY KEY, serial INTEGER NOT NULL UNIQUE, kind TEXT NOT NULL, body_hash TEXT NOT NULL,
+    body TEXT NOT NULL, created REAL NOT NULL, receipt TEXT) STRICT;
+CREATE TABLE IF NOT EXISTS records (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, epoch INTEGER NOT NULL, serial INTEGER NOT NULL, attempt INTEGER NOT NULL,
+    what TEXT NOT NULL CHECK (what IN ('decided', 'published', 'reverted')), version TEXT NOT NULL,
+    detail TEXT NOT NULL, at REAL NOT NULL, UNIQUE (serial, attempt, what)) STRICT;
+CREATE TABLE IF NOT EXISTS members (replica TEXT PRIMARY KEY, url TEXT NOT NULL, detail TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS live (
+    fleet TEXT PRIMARY KEY, version TEXT NOT NULL, digest TEXT NOT NULL, detail TEXT NOT NULL,
+    since REAL NOT NULL) STRICT;
+"""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class JournalFailed(LiveweightsError):
+    """The journal could not be written or read. The coordinator stops; what was appended last is unknown to it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Failure("journal_failed", message))
+
+
+class OwnershipLost(JournalFailed):
+    """Another coordinator took the fleet over: this one may do nothing more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request that was taken in. `receipt`: JSON text, or None while it runs."""
+
+    id: str
+    serial: int
+    kind: str
+    body_hash: str
+    body: str
+    created: float
+    receipt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A durable step of one attempt. `what`: decided, published or reverted. `detail`: JSON text."""
+
+    epoch: int
+    serial: int
+    attempt: int
+    what: str
+    version: str
+    detail: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    replica: str
+    url: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What is published. `digest`: content digest; `detail`: JSON text of the owner's choice; `since`: Unix seconds."""
+
+    version: str
+    digest: str
+    detail: str
+    since: float
+
+
+class Journal:
+    """One fleet's journal in `folder`. Every method raises JournalFailed; after that every further call does."""
+
+    def __init__(self, folder: Path, fleet: str) -> None:
+        self._fleet = fleet
+        self._owner: tuple[int, str] | None = None
+        self._broken = ""
+        self._manifests = folder / "manifests"
+        with self._guarded():
+            self._manifests.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # One thread at a time uses the connection: the loop of the coordinator that owns it.
+            self._db = sqlite3.connect(folder / "journal.sqlite3", isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA busy_timeout = 5000")
+            mode = self._db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+            self._db.execute("PRAGMA synchronous = FULL")
+            if mode != "wal":
+                raise OSError(f"journal mode is {mode}, not wal")
+            self._db.executescript(_SCHEMA)
+
+    # -- ownership
+
+    def epoch(self) -> int:
+        """The highest epoch that anybody claimed, 0 at first."""
+        rows = self._read("SELECT epoch FROM ownership WHERE fleet = ?", self._fleet)
+        return int(rows[0][0]) if rows else 0
+
+    def claim(self, owner: str, at_least: int = 0) -> int:
+        """Take the fleet over; returns the new epoch, one more than both what is recorded and `at_least`.
+
+        Compare-and-set: of two that claim at once, one raises OwnershipLost.
+        """
+        with self._guarded():
+            seen = self._db.execute("SELECT epoch, owner FROM ownership WHERE fleet = ?", (self._fleet,)).fetchone()
+            epoch = max(seen[0] if seen else 0, at_least) + 1
+            if seen is None:
+                sql, values = "INSERT OR IGNORE INTO ownership VALUES (?, ?, ?)", (self._fleet, epoch, owner)
+            else:
+                sql = "UPDATE ownership SET epoch = ?, owner = ? WHERE fleet = ? AND epoch = ? AND owner = ?"
+                values = (epoch, owner, self._fleet, *seen)
+            if self._db.execute(sql, values).rowcount != 1:
+                raise OwnershipLost("another coordinator claimed this fleet at the same moment")
+        self._owner = (epoch, owner)
+        return epoch
+
+    # -- requests and receipts
+
+    def add_request(self, request: Request) -> None:
+        """Take a request in, before anything is sent because of it."""
+        with self._owned() as db:
+            db.execute(
+                "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    request.id,
+                    request.serial,
+                    request.kind,
+                    request.body_hash,
+                    request.body,
+                    request.created,
+                    request.receipt,
+                ),
+            )
+
+    def put_receipt(self, request_id: str, receipt: str) -> None:
+        with self._owned() as db:
+            changed = db.execute("UPDATE requests SET receipt = ? WHERE id = ?", (receipt, request_id)).rowcount
+            if changed != 1:
+                raise OSError(f"no request {request_id!r}")
+
+    def request(self, request_id: str) -> Request | None:
+        rows = self._read("SELECT * FROM requests WHERE id = ?", request_id)
+        return Request(*rows[0]) if rows else None
+
+    def requests(self, *, limit: int = 1000, running: bool = False) -> tuple[Request, ...]:
+        """Newest first; `running`: only those without a receipt."""
+        where = "WHERE receipt IS NULL" if running else ""
+        return tuple(
+            Request(*row) for row in self._read(f"SELECT * FROM requests {where} ORDER BY serial DESC LIMIT ?", limit)
+        )
+
+    def last_serial(self) -> int:
+        """The highest serial in use, 0 at first."""
+        serials = "SELECT serial FROM requests UNION SELECT serial FROM records"
+        rows = self._read(f"SELECT coalesce(max(serial), 0) FROM ({serials})")
+        return int(rows[0][0])
+
+    # -- records and what is live
+
+    def append(self, record: Record, live: Live | None = None) -> None:
+        """Make one record durable, and with it, in the same transaction, what is live from now on.
+
+        A record that is already there with the same version changes nothing (I7).
+        """
+        with self._owned() as db:
+            db.execute(
+                "INSERT INTO records (epoch, serial, attempt, what, version, detail, at) VALUES (?, ?, ?, ?, ?, ?, ?) "
+                "ON CONFLICT (serial, attempt, what) DO NOTHING",
+                (
+                    record.epoch,
+                    record.serial,
+                    record.attempt,
+                    record.what,
+                    record.version,
+                    record.detail,
+                    record.at,
+                ),
+            )
+            if live is not None:
+                self._put_live(db, live)
+
+    def records(self, serial: int | None = None) -> tuple[Record, ...]:
+        """In the order of writing; of one serial or of all."""
+        sql = "SELECT epoch, serial, attempt, what, version, detail, at FROM records"
+        if serial is None:
+            return tuple(Record(*row) for row in self._read(f"{sql} ORDER BY seq"))
+        return tuple(Record(*row) for row in self._read(f"{sql} WHERE serial = ? ORDER BY seq", serial))
+
+    def put_live(self, live: Live) -> None:
+        """For the start version and for an adopted fleet, which no record announces."""
+        with self._owned() as db:
+            self._put_live(db, live)
+
+    def _put_live(self, db: sqlite3.Connection, live: Live) -> None:
+        db.execute(
+            "INSERT OR REPLACE INTO live VALUES (?, ?, ?, ?, ?)",
+            (self._fleet, live.version, live.digest, live.detail, live.since),
+        )
+
+    def live(self) -> Live | None:
+        rows = self._read("SELECT version, digest, detail, since FROM live WHERE fleet = ?", self._fleet)
+        return Live(*rows[0]) if rows else None
+
+    # -- members
+
+    def put_member(self, member: Member) -> None:
+        with self._owned() as db:
+            db.execute("INSERT OR REPLACE INTO members VALUES (?, ?, ?)", (member.replica, member.url, member.detail))
+
+    def remove_member(self, replica: str) -> None:
+        with self._owned() as db:
+            db.execute("DELETE FROM members WHERE replica = ?", (replica,))
+
+    def members(self) -> tuple[Member, ...]:
+        return tuple(Member(*row) for row in self._read("SELECT replica, url, detail FROM members ORDER BY replica"))
+
+    # -- manifests
+
+    def put_manifest(self, digest: str, text: str) -> None:
+        """Keep a manifest under its SHA-256. Raises ValueError if the text has another digest."""
+        if hashlib.sha256(text.encode()).hexdigest() != digest:
+            raise ValueError("the text is not what its digest names")
+        target = self._manifest_path(digest)
+        with self._guarded():
+            if target.exists():
+                return
+            with tempfile.NamedTemporaryFile(dir=self._manifests, delete=False) as file:
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(file.name, target)
+            folder = os.open(self._manifests, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    def manifest(self, digest: str) -> str | None:
+        path = self._manifest_path(digest)
+        with self._guarded():
+            return path.read_text() if path.exists() else None
+
+    def _manifest_path(self, digest: str) -> Path:
+        if _DIGEST.fullmatch(digest) is None:
+            raise ValueError(f"not a digest: {digest[:80]!r}")
+        return self._manifests / f"{digest}.json"
+
+    # -- life
+
+    def close(self) -> None:
+        """Let go of the files; calls after this raise."""
+        self._broken = self._broken or "closed"
+        self._db.close()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        if self._broken:
+            raise JournalFailed(self._broken)
+        try:
+            yield
+        except JournalFailed as lost:
+            self._broken = str(lost)
+            raise
+        except (sqlite3.Error, OSError) as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise JournalFailed(self._broken) from error
+
+    @contextmanager
+    def _owned(self) -> Iterator[sqlite3.Connection]:
+        """One transaction that commits only for the owner. The commit is the fsync."""
+        with self._guarded():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                row = self._db.execute("SELECT epoch, owner FROM ownership WHERE fleet = ?", (self._fleet,)).fetchone()
+                if self._owner is None or row != self._owner:
+                    raise OwnershipLost(f"the fleet belongs to epoch {row[0] if row else 0}")
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def _read(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        with self._guarded():
+            return self._db.execute(sql, values).fetchall()
+
+
+def canonical(value: Any) -> str:
+    """JSON with sorted keys and no spaces: what is stored, and what body hashes are taken of."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))

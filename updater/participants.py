@@ -1,0 +1,123 @@
+"""How the coordinator talks to the front of a replica: one call per verb, typed both ways.
+
+A call ends in exactly one of three ways: a reply, a `Refusal` (the front answered and said no), or `Unreachable`
+(nobody can say whether it had an effect). The difference matters: only an answer says anything about a replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import httpx
+
+from updater import http, wire
+from updater.core.errors import Failure
+from updater.core.participant import MESSAGES
+
+PREFIX = "/participant/v1"
+MAX_REPLY = 4 << 20
+CONNECT_S = 5.0
+
+
+class Refusal(Exception):
+    """The front answered with failures; nothing was done."""
+
+    def __init__(self, failures: tuple[Failure, ...]) -> None:
+        super().__init__("; ".join(f"{failure.code}: {failure.message}" for failure in failures))
+        self.failures = failures
+
+
+class Unreachable(Exception):
+    """No usable answer: not connected, cut off, too late, or not in our words. The verb may have happened."""
+
+
+class Participant(Protocol):
+    """The front of one replica, as the coordinator sees it."""
+
+    @property
+    def url(self) -> str: ...
+
+    async def call(self, verb: str, request: Any, timeout_s: float) -> Any:
+        """Send one verb of `updater.core.participant.MESSAGES`; returns its reply type.
+
+        Raises Refusal or Unreachable, the latter also after `timeout_s` seconds.
+        """
+
+    async def close(self) -> None: ...
+
+
+#: Makes the participant of one replica: (replica id, URL that it joined with).
+ParticipantFactory = Callable[[str, str], Participant]
+
+
+class HttpParticipant:
+    """One keep-alive client per replica. `token`: the admin token of the fronts, or empty."""
+
+    def __init__(
+        self, replica: str, url: str, token: str = "", transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self._replica, self._url = replica, url.rstrip("/")
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | (
+            {"Authorization": f"Bearer {token}"} if token else {}
+        )
+        limits = httpx.Limits(max_connections=16, max_keepalive_connections=8, keepalive_expiry=60.0)
+        self._client = httpx.AsyncClient(
+            base_url=self._url,
+            headers=headers,
+            limits=limits,
+            transport=transport,
+            trust_env=False,
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+        )
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    async def call(self, verb: str, request: Any, timeout_s: float) -> Any:
+        asked, answered = MESSAGES[verb]
+        if type(request) is not asked:
+            raise TypeError(f"{verb} takes {asked.__name__}, not {type(request).__name__}")
+        try:
+            async with asyncio.timeout(timeout_s):  # httpx's own limits begin anew with every part
+                status, body = await self._post(verb, wire.encode(request))
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            raise Unreachable(f"{type(error).__name__}: {error}") from error
+        if status == 200:
+            return self._reply(answered, body)
+        # A gateway's or a crashed server's 5xx says nothing about the replica unless it is a document of ours.
+        document = _document(body)
+        if document is None or "failures" not in document:
+            raise Unreachable(f"status {status} without a problem document")
+        failures = http.failures_of(document, fallback="replica_lost")
+        raise Refusal(tuple(failure.at(replica=self._replica) for failure in failures))
+
+    async def _post(self, verb: str, content: bytes) -> tuple[int, bytes]:
+        parts, size = [], 0
+        async with self._client.stream("POST", f"{PREFIX}/{verb}", content=content) as response:
+            async for part in response.aiter_raw():
+                parts.append(part)
+                size += len(part)
+                if size > MAX_REPLY:
+                    raise Unreachable(f"the answer to {verb} is longer than {MAX_REPLY} bytes")
+            return response.status_code, b"".join(parts)
+
+    def _reply(self, kind: type, body: bytes) -> Any:
+        try:
+            return wire.decode(kind, body)
+        except wire.WireError as error:
+            raise Unreachable(str(error)) from error
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _document(body: bytes) -> dict[str, Any] | None:
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return parsed if isinstance(parsed, dict) else None
