@@ -1,0 +1,214 @@
+"""The public HTTP API as pydantic models. Unknown fields and wrong JSON types are refused, nothing is coerced.
+
+Answers are models too, so that a client of another process reads what OpenAPI promises. Times are Unix seconds,
+durations are named by their unit.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from updater.core.policy import CachePolicy, CommitMode, InFlight, InstallMode, OnBusy, PreviousMode
+
+MAX_STEP = 10**18 - 1
+Id = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+
+
+class _Body(BaseModel):
+    # strict: "7" is not 7 and 1 is not true; enums arrive as their JSON strings.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class RunStep(_Body):
+    run: Annotated[int, Field(ge=0, le=MAX_STEP)]
+    step: Annotated[int, Field(ge=0, le=MAX_STEP)]
+
+
+class Source(_Body):
+    """Where the bytes are. Only `disk` is there yet; other kinds are refused with `transport_unsupported`."""
+
+    kind: Annotated[str, StringConstraints(max_length=40)] = "disk"
+    path: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = ""
+
+
+class PolicyBody(_Body):
+    in_flight: InFlight = Field(default=InFlight.DRAIN, strict=False)
+    cache: CachePolicy = Field(default=CachePolicy.RESET, strict=False)
+    install: InstallMode = Field(default=InstallMode.AUTO, strict=False)
+    commit: CommitMode = Field(default=CommitMode.AUTO, strict=False)
+    on_busy: OnBusy = Field(default=OnBusy.REFUSE, strict=False)
+    previous: PreviousMode = Field(default=PreviousMode.SPEND, strict=False)
+    require_digests: bool = False
+    allow_narrowing: Annotated[
+        list[Annotated[list[Annotated[str, StringConstraints(max_length=20)]], Field(min_length=2, max_length=2)]],
+        Field(max_length=100),
+    ] = []
+    allow_nonfinite: bool = False
+    new_run: bool = False
+    partial: bool = False
+    deadline_s: Seconds = 600.0
+    quiesce_s: Seconds = 30.0
+    pause_lease_s: Seconds = 30.0
+    attempts: Annotated[int, Field(ge=1, le=10)] = 3
+
+
+class UpdateRequest(_Body):
+    """`{"path": "/ckpts/v7", "version": 7}` is enough.
+
+    `version`: a step of the current run, `"run-step"`, or `{"run", "step"}`. `path` is short for a disk source.
+    `manifest`: the document, or the SHA-256 of one that was put to `/v1/manifests/{digest}`; without it the one
+    beside the checkpoint counts. `lease_s`: how long the update lives without a renewal; a disk push with
+    `commit=auto` has no lease unless this is given.
+    """
+
+    version: int | Annotated[str, StringConstraints(max_length=40)] | RunStep
+    path: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
+    source: Source | None = None
+    id: Id | None = None
+    base_version: Annotated[str, StringConstraints(max_length=40)] | None = None
+    manifest: dict[str, Any] | Sha256 | None = None
+    adapter: Annotated[str, StringConstraints(max_length=200)] | None = None
+    policy: PolicyBody = PolicyBody()
+    lease_s: Seconds | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> UpdateRequest:
+        if (self.path is None) == (self.source is None):
+            raise ValueError("give exactly one of path and source")
+        return self
+
+    @property
+    def disk_path(self) -> str:
+        return self.path or (self.source.path if self.source else "")
+
+    @property
+    def transport(self) -> str:
+        return self.source.kind if self.source else "disk"
+
+
+class RollbackRequest(_Body):
+    """`target`: the version to go back to; `expected_live`: what the caller believes serves now. Both as labels."""
+
+    target: Annotated[str, StringConstraints(max_length=40)]
+    expected_live: Annotated[str, StringConstraints(max_length=40)]
+    id: Id | None = None
+    policy: PolicyBody = PolicyBody()
+
+
+class JoinBody(_Body):
+    replica: Id
+    url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s/?#@]+/?$", max_length=300)]
+
+
+class AdoptBody(_Body):
+    """Take over a fleet with history under an empty journal, with the members that are given."""
+
+    members: Annotated[list[JoinBody], Field(min_length=1, max_length=1000)]
+    confirm: Literal[True]
+
+
+class FailureBody(BaseModel):
+    code: str
+    message: str
+    replica: str = ""
+    rank: int | None = None
+    tensor: str = ""
+    file: str = ""
+
+
+class MemberState(BaseModel):
+    """One member as the coordinator sees it. `state` is the front's, or `lost`."""
+
+    replica: str
+    url: str
+    state: str
+    incarnation: str
+    live_version: str
+    live_digest: str
+    spare: str
+    spare_version: str
+    engine: str = ""
+    model: str = ""
+    ranks: list[dict[str, Any]] = []
+    failures: list[FailureBody] = []
+
+
+class Pause(BaseModel):
+    """Milliseconds on the coordinator's clock. `closed_ms`: first pause sent to last reopening acknowledged;
+    `quiesce_ms`: until the last pause acknowledgement; `pause_ms`: the rest, which the parts add up to."""
+
+    closed_ms: float
+    quiesce_ms: float
+    pause_ms: float
+    decide_ms: float
+    install_ms: float
+    invalidate_ms: float
+    publish_ms: float
+    resume_ms: float
+
+
+class Receipt(BaseModel):
+    """What an update answers. `observed`: content digest per member; `bytes_read`: over all members and ranks."""
+
+    id: str
+    serial: int
+    kind: Literal["update", "rollback", "catch_up"]
+    outcome: Literal["committed", "rejected", "aborted", "rolled_back"]
+    reason: str | None
+    failures: list[FailureBody]
+    version: str
+    live_version: str | None
+    rollback_to: str | None
+    manifest_digest: str
+    observed: dict[str, str]
+    proof: Literal["digests", "structure_only", ""]
+    install: str
+    bytes_read: int
+    tensors: int
+    tensors_changed: int
+    warnings: list[str]
+    attempts: int
+    phases_ms: dict[str, float]
+    pause: Pause | None
+    update_ms: float
+    pause_share: float | None
+    members: list[MemberState]
+    started_at: float
+    ended_at: float
+
+
+class UpdateState(BaseModel):
+    """An update that runs or ran. `receipt` once it ended."""
+
+    id: str
+    serial: int
+    kind: str
+    version: str
+    phase: str
+    attempt: int
+    lease_left_s: float | None
+    phases_ms: dict[str, float]
+    receipt: Receipt | None = None
+
+
+class VersionState(BaseModel):
+    version: str | None
+    digest: str
+    manifest_digest: str
+    since: float | None
+    rollback_to: str | None
+    epoch: int
+
+
+class FleetState(BaseModel):
+    fleet: str
+    epoch: int
+    phase: str
+    live_version: str | None
+    rollback_to: str | None
+    update: str | None
+    members: list[MemberState]

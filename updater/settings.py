@@ -1,0 +1,61 @@
+"""What a coordinator is told at start. Every field has a default that works on one machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from updater.security import Tokens, check_bind
+
+DEFAULT_PORT = 8700
+
+
+def default_state() -> Path:
+    """`$LIVEWEIGHTS_STATE`, else `.state/liveweights` where the command was started."""
+    return Path(os.environ.get("LIVEWEIGHTS_STATE", ".state/liveweights"))
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds. The policy of an update bounds PLANNING to READY and one pause; these bound the rest."""
+
+    plan_s: float = 60.0
+    install_s: float = 30.0
+    invalidate_s: float = 30.0
+    restore_s: float = 30.0
+    resume_s: float = 30.0
+    discard_s: float = 30.0
+    status_s: float = 2.0
+    join_s: float = 30.0
+    probe_every_s: float = 2.0
+    lost_after: int = 3  # probes in a row without an answer
+    shutdown_s: float = 20.0
+    recover_s: float = 30.0
+    update_lease_s: float = 60.0
+    retry_first_s: float = 0.05
+    retry_most_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`roots`: folders under which a source must lie, links resolved. `port` 0: any free one."""
+
+    state: Path = field(default_factory=default_state)
+    fleet: str = "default"
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    roots: tuple[Path, ...] = ()
+    tokens: Tokens = field(default_factory=Tokens)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    max_body: int = 4 << 20
+    max_manifest: int = 64 << 20
+    max_waiting: int = 8  # updates that wait for another one (`on_busy=wait`)
+
+    def __post_init__(self) -> None:
+        check_bind(self.host, self.tokens)
+
+    @property
+    def allowed_roots(self) -> tuple[Path, ...]:
+        """The configured roots, else the state folder's `checkpoints`. Resolved."""
+        return tuple(root.resolve() for root in (self.roots or (self.state / "checkpoints",)))
