@@ -1,0 +1,197 @@
+"""The journal: what was appended is there after a crash, and only the owner appends."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from updater.journal import Journal, JournalFailed, Live, Member, OwnershipLost, Record, Request
+
+
+def record(serial: int = 1, what: str = "decided", version: str = "0-7", attempt: int = 1) -> Record:
+    return Record(1, serial, attempt, what, version, "{}", 1.0)
+
+
+def request(name: str = "a", serial: int = 1) -> Request:
+    return Request(name, serial, "update", "hash", "{}", 1.0, None)
+
+
+def owned(folder: Path, owner: str = "one") -> Journal:
+    journal = Journal(folder, "fleet")
+    journal.claim(owner)
+    return journal
+
+
+def test_epochs_grow_above_what_is_recorded_and_what_members_report(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "fleet")
+    assert journal.epoch() == 0
+    assert journal.claim("one") == 1
+    assert journal.claim("one", at_least=7) == 8
+    assert Journal(tmp_path, "fleet").claim("two") == 9
+
+
+def test_a_coordinator_that_wakes_up_after_another_took_over_can_append_nothing(tmp_path: Path) -> None:
+    frozen = owned(tmp_path, "frozen")
+    frozen.append(record())
+    awake = owned(tmp_path, "awake")
+    with pytest.raises(OwnershipLost):
+        frozen.append(record(what="published"))
+    assert [entry.what for entry in awake.records()] == ["decided"]
+    # It stays dead: nothing that it does afterwards counts, not even a read.
+    with pytest.raises(JournalFailed):
+        frozen.records()
+    awake.append(record(what="published"))
+
+
+def test_of_two_that_claim_at_once_one_loses(tmp_path: Path) -> None:
+    """Both have read the same owner; the row is changed by compare-and-set."""
+    owned(tmp_path)
+    late, early = Journal(tmp_path, "fleet"), Journal(tmp_path, "fleet")
+    taken: list[int] = []
+
+    class Interleaved:
+        """The connection of `late`, letting `early` in between its read and its write."""
+
+        def __init__(self, inner: sqlite3.Connection) -> None:
+            self.inner = inner
+
+        def execute(self, sql: str, *values: object) -> sqlite3.Cursor:
+            if sql.startswith("UPDATE ownership"):
+                taken.append(early.claim("early"))
+            return self.inner.execute(sql, *values)
+
+    late._db = Interleaved(late._db)  # type: ignore[assignment]
+    with pytest.raises(OwnershipLost):
+        late.claim("late")
+    assert taken == [2]
+    early.append(record())
+
+
+def test_nothing_is_written_without_a_claim(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "fleet")
+    with pytest.raises(OwnershipLost):
+        journal.append(record())
+    assert Journal(tmp_path, "fleet").records() == ()
+
+
+def test_a_repeated_record_changes_nothing(tmp_path: Path) -> None:
+    journal = owned(tmp_path)
+    journal.append(record())
+    journal.append(record(version="0-8"))
+    assert [(entry.what, entry.version) for entry in journal.records(1)] == [("decided", "0-7")]
+
+
+def test_live_changes_in_the_transaction_of_published_or_not_at_all(tmp_path: Path) -> None:
+    journal = owned(tmp_path)
+    journal.put_live(Live("0-6", "d6", "{}", 1.0))
+    bad = Record(1, 1, 1, "no such record", "0-7", "{}", 1.0)
+    with pytest.raises(JournalFailed):
+        journal.append(bad, Live("0-7", "d7", "{}", 2.0))
+    again = owned(tmp_path)
+    assert again.live() == Live("0-6", "d6", "{}", 1.0)
+    again.append(record(what="published"), Live("0-7", "d7", "{}", 2.0))
+    assert again.live() == Live("0-7", "d7", "{}", 2.0)
+
+
+def test_requests_members_and_receipts_come_back(tmp_path: Path) -> None:
+    journal = owned(tmp_path)
+    journal.add_request(request("a", 1))
+    journal.add_request(request("b", 2))
+    journal.put_receipt("a", '{"outcome":"committed"}')
+    journal.put_member(Member("r1", "http://127.0.0.1:1", "{}"))
+    journal.put_member(Member("r1", "http://127.0.0.1:2", "{}"))
+    journal.put_member(Member("r0", "http://127.0.0.1:3", "{}"))
+    journal.close()
+    again = Journal(tmp_path, "fleet")
+    assert again.last_serial() == 2
+    assert [entry.id for entry in again.requests()] == ["b", "a"]
+    assert [entry.id for entry in again.requests(running=True)] == ["b"]
+    found = again.request("a")
+    assert found is not None
+    assert found.receipt == '{"outcome":"committed"}'
+    assert again.request("c") is None
+    assert [(m.replica, m.url[-1]) for m in again.members()] == [("r0", "3"), ("r1", "2")]
+
+
+def test_a_serial_is_used_once(tmp_path: Path) -> None:
+    journal = owned(tmp_path)
+    journal.add_request(request("a", 1))
+    with pytest.raises(JournalFailed):
+        journal.add_request(request("b", 1))
+
+
+def test_any_error_ends_the_journal(tmp_path: Path) -> None:
+    """Hazard 19: after a failed write a read-back proves nothing."""
+    journal = owned(tmp_path)
+    with pytest.raises(JournalFailed):
+        journal.put_receipt("no such request", "{}")
+    for call in (journal.records, journal.live, journal.members, lambda: journal.append(record())):
+        with pytest.raises(JournalFailed):
+            call()
+    assert owned(tmp_path).records() == ()
+
+
+def test_a_full_disk_is_a_failed_journal_and_leaves_the_old_content(tmp_path: Path) -> None:
+    journal = owned(tmp_path)
+    journal.append(record())
+    pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
+    journal._db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(JournalFailed):
+        journal.put_member(Member("r1", "http://127.0.0.1:1", "x" * 100_000))
+    assert [entry.what for entry in Journal(tmp_path, "fleet").records()] == ["decided"]
+
+
+def test_manifests_are_named_by_their_digest(tmp_path: Path) -> None:
+    journal = owned(tmp_path)
+    digest = hashlib.sha256(b"{}").hexdigest()
+    with pytest.raises(ValueError):
+        journal.put_manifest(digest, "{} ")
+    assert journal.manifest(digest) is None
+    journal.put_manifest(digest, "{}")
+    journal.put_manifest(digest, "{}")
+    assert journal.manifest(digest) == "{}"
+    assert [path.name for path in (tmp_path / "manifests").iterdir()] == [f"{digest}.json"]
+    for name in ("../journal.sqlite3", "A" * 64, "", digest + "/.."):
+        with pytest.raises(ValueError):
+            journal.manifest(name)
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "journal.sqlite3").write_bytes(b"not a database" * 1000)
+    with pytest.raises(JournalFailed):
+        Journal(tmp_path, "fleet")
+
+
+def test_every_commit_is_synced(tmp_path: Path) -> None:
+    journal = owned(tmp_path)
+    assert journal._db.execute("PRAGMA synchronous").fetchone()[0] == 2  # FULL
+    assert journal._db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+
+
+def test_what_was_appended_survives_a_process_that_dies_at_once(tmp_path: Path) -> None:
+    """The process ends without closing anything, between its second append and a third that was never committed."""
+    program = """
+        import os, sys
+        from pathlib import Path
+        from updater.journal import Journal, Live, Record
+        journal = Journal(Path(sys.argv[1]), "fleet")
+        journal.claim("one")
+        journal.append(Record(1, 1, 1, "decided", "0-7", "{}", 1.0))
+        journal.append(Record(1, 1, 1, "published", "0-7", "{}", 2.0), Live("0-7", "d", "{}", 2.0))
+        journal._db.execute("BEGIN IMMEDIATE")
+        journal._db.execute("DELETE FROM records")
+        os.kill(os.getpid(), 9)
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], env=os.environ, timeout=60)
+    assert ended.returncode == -9
+    journal = owned(tmp_path, "two")
+    assert [entry.what for entry in journal.records()] == ["decided", "published"]
+    assert journal.live() == Live("0-7", "d", "{}", 2.0)
+    assert journal.epoch() == 2
