@@ -1,0 +1,72 @@
+# Each target works from a bare clone with Python 3.11, make and git: it makes .venv on first use.
+#
+#   make demo    two live replicas, five publications, bad checkpoints, a rollback (writes demo-report.json)
+#   make check   format, lint, types, fast tests
+#   make test    check + engine tests + slow tests + coverage of the core + wheel smoke test
+#   make bench   the benchmarks (writes bench-report.json)
+#
+# torch: constraints.txt pins the plain release. Where pip takes it from the default index this is the CUDA build, several
+# gigabytes with its libraries; on a machine without a GPU install the CPU build of the same version into .venv first
+# (`make .venv/bin/python && .venv/bin/pip install <cpu wheel of torch 2.13.0>`), and pip will keep it.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PACKAGES := updater transports engine_adapter trainer_side
+FORMATTED := $(PACKAGES) tests benchmarks examples
+FAST := not engine and not slow and not gpu
+PYTEST := $(BIN)/python -m pytest
+# Small models: more threads only fight each other, the more so under several processes.
+export OMP_NUM_THREADS ?= 1
+# Nothing here downloads a model.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test check format lint types fast engine core-coverage bench install clean
+.DEFAULT_GOAL := check
+
+install: $(STAMP)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[transformers,dev]' -c constraints.txt
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/liveweights demo
+
+check: format lint types fast
+
+format: $(STAMP)
+	$(BIN)/ruff format --check $(FORMATTED)
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(FORMATTED)
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+fast: $(STAMP)
+	$(PYTEST) -m "$(FAST)" -n 2 -q
+
+# Engine tests start processes of their own, one after the other.
+engine: $(STAMP)
+	$(PYTEST) -m "(engine or slow) and not gpu" -q
+
+core-coverage: $(STAMP)
+	$(BIN)/coverage run --branch --source=updater/core -m pytest -q -m "not engine and not gpu and not slow" \
+	    tests/unit/core tests/property tests/scenarios
+	$(BIN)/coverage report --fail-under=100
+
+# pytest's closing line comes last.
+test: check core-coverage engine
+
+bench: $(STAMP)
+	rm -f bench-report.json
+	set -e; for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
