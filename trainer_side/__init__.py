@@ -1,4 +1,32 @@
 """The trainer's side: `push(weights, version)` and the client behind it.
 
-May import `transports` and, of `updater`, only `core`, `schemas`, `manifest`, `names` and `wire`.
+May import `transports` and, of `updater`, only `core`, `schemas`, `manifest`, `names`, `wire` and `http`.
+Must never know of engines. Names are loaded on first use, so that a client costs no torch.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer_side.client import AsyncClient, Client
+    from trainer_side.pusher import push, push_async
+    from updater.schemas import Receipt
+
+__all__ = ["AsyncClient", "Client", "Receipt", "push", "push_async"]
+
+_HOMES = {
+    "AsyncClient": "trainer_side.client",
+    "Client": "trainer_side.client",
+    "Receipt": "updater.schemas",
+    "push": "trainer_side.pusher",
+    "push_async": "trainer_side.pusher",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(home), name)

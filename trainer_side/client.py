@@ -1,0 +1,276 @@
+"""The client of a coordinator, sync and async. Both only perform what `trainer_side.flows` asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from trainer_side import flows
+from trainer_side.flows import Answer, Call, Flow, NoAnswer, Wait
+from updater.core.errors import Failure, Unavailable
+from updater.core.version import Version
+from updater.schemas import FleetState, Receipt, UpdateState, VersionState
+
+T = TypeVar("T")
+DEFAULT_URL = "http://127.0.0.1:8700"
+URL_ENV = "LIVEWEIGHTS_URL"
+TOKEN_ENV = "LIVEWEIGHTS_ADMIN_TOKEN"
+#: A stream of events is silent at most this long: the coordinator sends comments to keep it alive.
+EVENT_GAP_S = 60.0
+#: How long an update may take before a waiting client gives up; the update goes on.
+UPDATE_S = 1800.0
+
+
+def default_url() -> str:
+    return os.environ.get(URL_ENV, DEFAULT_URL)
+
+
+def default_token() -> str:
+    return os.environ.get(TOKEN_ENV, "")
+
+
+class Client:
+    """`url` and `token` default to the environment: LIVEWEIGHTS_URL and LIVEWEIGHTS_ADMIN_TOKEN.
+
+    Every method raises the typed errors of `updater.core.errors`: Rejected, Aborted and RolledBack carry the receipt
+    in `error.receipt`; Unavailable with code `unreachable` means that nobody answered.
+    """
+
+    def __init__(
+        self, url: str | None = None, token: str | None = None, *, transport: httpx.BaseTransport | None = None
+    ) -> None:
+        self._http = httpx.Client(**_options(url, token), transport=transport)
+
+    def run(self, flow: Flow[T]) -> T:
+        """Perform a flow of `trainer_side.flows`."""
+        answer: Answer | NoAnswer | None = None
+        while True:
+            try:
+                step = flow.send(answer)
+            except StopIteration as done:
+                return done.value  # type: ignore[no-any-return]
+            if isinstance(step, Wait):
+                time.sleep(step.seconds)
+                answer = None
+            else:
+                answer = self._perform(step)
+
+    def update(self, body: Mapping[str, Any], *, timeout_s: float = UPDATE_S) -> Receipt:
+        """Begin an update (the body of `POST /v1/updates`) and wait for the receipt of a committed one."""
+        return Receipt.model_validate(self.run(flows.begin(body, wait=True, timeout_s=timeout_s)))
+
+    def begin(self, body: Mapping[str, Any]) -> UpdateState:
+        """Begin an update and return while it runs."""
+        return UpdateState.model_validate(self.run(flows.begin(body, wait=False, timeout_s=flows.CALL_S)))
+
+    def rollback(
+        self,
+        target: Version | str | None = None,
+        expected_live: Version | str | None = None,
+        *,
+        timeout_s: float = UPDATE_S,
+        **more: Any,
+    ) -> Receipt:
+        """Back to `target` (default: what the fleet offers as `rollback_to`) from `expected_live` (default: live)."""
+        target, expected_live = self.run(_rollback_pair(target, expected_live))
+        body = {"target": str(target), "expected_live": str(expected_live), **more}
+        return Receipt.model_validate(self.run(flows.rollback(body, wait=True, timeout_s=timeout_s)))
+
+    def version(self) -> VersionState:
+        """What is live, since when, and what a rollback would bring back."""
+        return VersionState.model_validate(self.run(flows.get("/v1/version")))
+
+    def fleet(self) -> FleetState:
+        """Members and ranks."""
+        return FleetState.model_validate(self.run(flows.get("/v1/fleet")))
+
+    def history(self, limit: int | None = None) -> list[Receipt]:
+        """Past receipts, newest first."""
+        return _receipts(self.run(flows.get("/v1/history", limit=limit)))
+
+    def status(self, update: str) -> UpdateState:
+        """State and timings of one update."""
+        return UpdateState.model_validate(self.run(flows.get(flows.update_path(update))))
+
+    def commit(self, update: str) -> UpdateState:
+        """Let an update with `commit: manual` go on from READY."""
+        return UpdateState.model_validate(self.run(flows.verb(update, "commit")))
+
+    def abort(self, update: str) -> UpdateState:
+        """End an undecided update."""
+        return UpdateState.model_validate(self.run(flows.verb(update, "abort")))
+
+    def renew(self, update: str) -> UpdateState:
+        return UpdateState.model_validate(self.run(flows.verb(update, "renew")))
+
+    def events(self, update: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """(name, data) as the coordinator tells them, until the update has ended."""
+        path = f"{flows.update_path(update)}/events"
+        timeout = httpx.Timeout(flows.CALL_S, read=EVENT_GAP_S)
+        try:
+            with self._http.stream("GET", path, timeout=timeout, headers={"Accept": "text/event-stream"}) as response:
+                if response.status_code != 200:
+                    flows.read(Answer(response.status_code, response.read()))
+                yield from flows.events(response.iter_lines())
+        except httpx.HTTPError as error:
+            raise _unreachable(error) from None
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _perform(self, call: Call) -> Answer | NoAnswer:
+        try:
+            response = self._http.request(**_request(call))
+        except httpx.HTTPError as error:
+            return NoAnswer(_reason(error), again=not isinstance(error, httpx.ReadTimeout))
+        return Answer(response.status_code, response.content)
+
+
+class AsyncClient:
+    """The async twin of `Client`: the same flows, the same errors."""
+
+    def __init__(
+        self, url: str | None = None, token: str | None = None, *, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self._http = httpx.AsyncClient(**_options(url, token), transport=transport)
+
+    async def run(self, flow: Flow[T]) -> T:
+        """Perform a flow of `trainer_side.flows`."""
+        answer: Answer | NoAnswer | None = None
+        while True:
+            try:
+                step = flow.send(answer)
+            except StopIteration as done:
+                return done.value  # type: ignore[no-any-return]
+            if isinstance(step, Wait):
+                await asyncio.sleep(step.seconds)
+                answer = None
+            else:
+                answer = await self._perform(step)
+
+    async def update(self, body: Mapping[str, Any], *, timeout_s: float = UPDATE_S) -> Receipt:
+        """Begin an update (the body of `POST /v1/updates`) and wait for the receipt of a committed one."""
+        return Receipt.model_validate(await self.run(flows.begin(body, wait=True, timeout_s=timeout_s)))
+
+    async def begin(self, body: Mapping[str, Any]) -> UpdateState:
+        """Begin an update and return while it runs."""
+        return UpdateState.model_validate(await self.run(flows.begin(body, wait=False, timeout_s=flows.CALL_S)))
+
+    async def rollback(
+        self,
+        target: Version | str | None = None,
+        expected_live: Version | str | None = None,
+        *,
+        timeout_s: float = UPDATE_S,
+        **more: Any,
+    ) -> Receipt:
+        target, expected_live = await self.run(_rollback_pair(target, expected_live))
+        body = {"target": str(target), "expected_live": str(expected_live), **more}
+        return Receipt.model_validate(await self.run(flows.rollback(body, wait=True, timeout_s=timeout_s)))
+
+    async def version(self) -> VersionState:
+        return VersionState.model_validate(await self.run(flows.get("/v1/version")))
+
+    async def fleet(self) -> FleetState:
+        return FleetState.model_validate(await self.run(flows.get("/v1/fleet")))
+
+    async def history(self, limit: int | None = None) -> list[Receipt]:
+        return _receipts(await self.run(flows.get("/v1/history", limit=limit)))
+
+    async def status(self, update: str) -> UpdateState:
+        return UpdateState.model_validate(await self.run(flows.get(flows.update_path(update))))
+
+    async def commit(self, update: str) -> UpdateState:
+        return UpdateState.model_validate(await self.run(flows.verb(update, "commit")))
+
+    async def abort(self, update: str) -> UpdateState:
+        return UpdateState.model_validate(await self.run(flows.verb(update, "abort")))
+
+    async def renew(self, update: str) -> UpdateState:
+        return UpdateState.model_validate(await self.run(flows.verb(update, "renew")))
+
+    async def events(self, update: str) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
+        path = f"{flows.update_path(update)}/events"
+        timeout = httpx.Timeout(flows.CALL_S, read=EVENT_GAP_S)
+        parser = flows.EventParser()
+        try:
+            async with self._http.stream(
+                "GET", path, timeout=timeout, headers={"Accept": "text/event-stream"}
+            ) as response:
+                if response.status_code != 200:
+                    flows.read(Answer(response.status_code, await response.aread()))
+                async for line in response.aiter_lines():
+                    event = parser.feed(line)
+                    if event is not None:
+                        yield event
+        except httpx.HTTPError as error:
+            raise _unreachable(error) from None
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _perform(self, call: Call) -> Answer | NoAnswer:
+        try:
+            response = await self._http.request(**_request(call))
+        except httpx.HTTPError as error:
+            return NoAnswer(_reason(error), again=not isinstance(error, httpx.ReadTimeout))
+        return Answer(response.status_code, response.content)
+
+
+def _rollback_pair(target: Version | str | None, expected_live: Version | str | None) -> Flow[tuple[str, str]]:
+    """Fill in what the caller left open from `/v1/version`."""
+    if target is None or expected_live is None:
+        live = yield from flows.get("/v1/version")
+        target = live.get("rollback_to") if target is None else target
+        expected_live = live.get("version") if expected_live is None else expected_live
+    return str(target or ""), str(expected_live or "")
+
+
+def _receipts(answer: Mapping[str, Any]) -> list[Receipt]:
+    return [Receipt.model_validate(receipt) for receipt in answer.get("receipts", ())]
+
+
+def _options(url: str | None, token: str | None) -> dict[str, Any]:
+    token = default_token() if token is None else token
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    # The environment's proxies are for the internet, not for a fleet's own coordinator.
+    return {"base_url": url or default_url(), "headers": headers, "trust_env": False}
+
+
+def _request(call: Call) -> dict[str, Any]:
+    request: dict[str, Any] = {"method": call.method, "url": call.path, "timeout": call.timeout_s}
+    if call.query:
+        request["params"] = list(call.query)
+    if call.body is not None:
+        request["json"] = dict(call.body)
+    return request
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def _unreachable(error: httpx.HTTPError) -> Unavailable:
+    return Unavailable(Failure("unreachable", _reason(error)))

@@ -1,0 +1,167 @@
+"""What a client says and how it reads the answers, without IO: one implementation for the sync and the async client.
+
+A flow is a generator: it yields a `Call` (or a `Wait`), is sent an `Answer` (or None when nothing answered), and
+returns its result or raises a typed error.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from updater.core.errors import Failure, LiveweightsError, Unavailable
+from updater.http import error_of
+
+T = TypeVar("T")
+
+#: Waits between two tries of a call that nothing answered, in seconds. Every call of ours may be repeated.
+BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 4.0)
+CALL_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request. `timeout_s` bounds the whole of it."""
+
+    method: str
+    path: str
+    body: Mapping[str, Any] | None = None
+    query: tuple[tuple[str, str], ...] = ()
+    timeout_s: float = CALL_S
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NoAnswer:
+    """The connection was refused, broke, or took too long: the call may or may not have been handled.
+
+    `again`: whether another try makes sense (not after a time-out: the caller's patience is spent).
+    """
+
+    reason: str
+    again: bool = True
+
+
+Flow = Generator[Call | Wait, Answer | NoAnswer | None, T]
+
+
+def ask(call: Call) -> Flow[Mapping[str, Any]]:
+    """The JSON object of a success. Tries again while nothing answers, then raises Unavailable `unreachable`."""
+    reason = ""
+    for pause in (*BACKOFF_S, None):
+        answer = yield call
+        if isinstance(answer, Answer):
+            return read(answer)
+        reason = answer.reason if answer else "no answer"
+        if pause is None or (answer and not answer.again):
+            break
+        yield Wait(pause)
+    raise Unavailable(Failure("unreachable", f"{call.method} {call.path}: {reason}"))
+
+
+def begin(body: Mapping[str, Any], *, wait: bool, timeout_s: float) -> Flow[Mapping[str, Any]]:
+    """`POST /v1/updates`. The body gets an id if it has none, so that a repeat after a broken connection joins it."""
+    named = dict(body)
+    named.setdefault("id", _fresh_id(named.get("version")))
+    return (yield from ask(Call("POST", "/v1/updates", named, _wait(wait), timeout_s if wait else CALL_S)))
+
+
+def rollback(body: Mapping[str, Any], *, wait: bool, timeout_s: float) -> Flow[Mapping[str, Any]]:
+    """`POST /v1/rollback`."""
+    named = dict(body)
+    named.setdefault("id", _fresh_id("rollback"))
+    return (yield from ask(Call("POST", "/v1/rollback", named, _wait(wait), timeout_s if wait else CALL_S)))
+
+
+def get(path: str, **query: object) -> Flow[Mapping[str, Any]]:
+    """`GET path`; arguments that are None are left out."""
+    given = tuple((key, str(value)) for key, value in query.items() if value is not None)
+    return (yield from ask(Call("GET", path, None, given)))
+
+
+def verb(update: str, name: str) -> Flow[Mapping[str, Any]]:
+    """`POST /v1/updates/{id}/{renew, seal, commit, abort}`."""
+    return (yield from ask(Call("POST", f"{update_path(update)}/{name}")))
+
+
+def update_path(update: str) -> str:
+    return f"/v1/updates/{quote(update, safe='')}"
+
+
+def events(lines: Iterator[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Server-sent events as (name, data); comments and events without JSON data are skipped."""
+    parser = EventParser()
+    for line in lines:
+        event = parser.feed(line)
+        if event is not None:
+            yield event
+
+
+class EventParser:
+    """Line by line, as the WHATWG HTML standard describes the format of event streams."""
+
+    def __init__(self) -> None:
+        self._name = "message"
+        self._data: list[str] = []
+
+    def feed(self, line: str) -> tuple[str, Mapping[str, Any]] | None:
+        """One line without its ending; the event that it completes, if any."""
+        if line:
+            field, _, value = line.partition(":")
+            value = value.removeprefix(" ")
+            if field == "event":
+                self._name = value
+            elif field == "data":
+                self._data.append(value)
+            return None
+        name, text = self._name, "\n".join(self._data)
+        self._name, self._data = "message", []
+        try:
+            data = json.loads(text) if text else None
+        except ValueError:
+            return None
+        return (name, data) if isinstance(data, dict) else None
+
+
+def read(answer: Answer) -> Mapping[str, Any]:
+    """The JSON object of a success, or the typed error that a problem document tells of."""
+    try:
+        document = json.loads(answer.body)
+    except ValueError:
+        document = None
+    if 200 <= answer.status < 300 and isinstance(document, dict):
+        return document
+    raise _error(answer.status, document)
+
+
+def _error(status: int, document: object) -> LiveweightsError:
+    error = error_of(status, document)
+    receipt = document.get("receipt") if isinstance(document, Mapping) else None
+    if isinstance(receipt, Mapping):
+        error.receipt = receipt
+    return error
+
+
+def _wait(wait: bool) -> tuple[tuple[str, str], ...]:
+    return (("wait", "true"),) if wait else ()
+
+
+def _fresh_id(version: object) -> str:
+    """Names one attempt to publish: the same version may be tried again, repaired, as another transaction."""
+    if isinstance(version, Mapping):
+        version = f"{version.get('run')}-{version.get('step')}"
+    return f"{version}-{secrets.token_hex(4)}"
