@@ -1,0 +1,190 @@
+"""What may happen to the fleet machine. Frozen values; the shell makes them, `fleet.step` eats them.
+
+The shell owns sockets, clocks and the journal. It turns client calls, replies, timers and durable writes into these
+events, one at a time, and performs the effects that come back (`effects.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from updater.core.errors import Failure
+from updater.core.participant import Description, DiskOffer, Fence, FrontStatus, Kind
+from updater.core.policy import Policy
+from updater.core.version import Version
+
+# --- asked by clients: each is answered by exactly one `Accepted` or `Denied` among the effects of its step
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A new update or rollback. Idempotency by `update` (same id, same body) is the shell's: a repeat never gets here.
+
+    `step`, `run`: the version that an update asks for; `run` None is the current run, or the next with
+    `policy.new_run`. For a rollback `target` is what to go back to (None: whatever `rollback_to` is).
+    `base` / `expected`: what must be live (`base_mismatch`, `expected_mismatch`), None: not asked.
+    """
+
+    update: str
+    body_hash: str
+    kind: Kind = Kind.UPDATE
+    step: int = 0
+    run: int | None = None
+    base: Version | None = None
+    target: Version | None = None
+    expected: Version | None = None
+    offer: DiskOffer | None = None
+    manifest: str = ""
+    policy: Policy = field(default_factory=Policy)
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The stream of `update` is complete: no-op for disk offers."""
+
+    update: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRequested:
+    """`commit=manual`: go on when READY (remembered if it comes earlier)."""
+
+    update: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequested:
+    """Of the running update before its decision, or of one that waits in the queue."""
+
+    update: str
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A front asks to become a member; `description` was just fetched from it.
+
+    `old_gone`: the process that holds this id under another incarnation missed a probe. Without it the second of two
+    live processes with one id is denied (`replica_id_taken`).
+    """
+
+    description: Description
+    old_gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """DELETE of a member. `dead`: confirmed dead by an operator, or the front itself says that it is shut for good."""
+
+    replica: str
+    dead: bool = False
+
+
+ClientEvent = Begin | Seal | CommitRequested | AbortRequested | Joined | Left
+
+# --- the update lease, not answered
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseExpired:
+    """The client of `update` stopped renewing. Too late once commit is accepted, and then ignored."""
+
+    update: str
+
+
+# --- from fronts
+
+
+@dataclass(frozen=True, slots=True)
+class Replied:
+    """The reply of a verb, `reply` as in `participant.MESSAGES`. `fence`: that of the request it answers."""
+
+    replica: str
+    verb: str
+    fence: Fence
+    reply: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The front answered with a problem. At least one failure."""
+
+    replica: str
+    verb: str
+    fence: Fence
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The member with this incarnation is gone or out of reach for good as far as the shell can tell."""
+
+    replica: str
+    incarnation: str
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A status poll was answered. Lets a silent member count again; never moves an update."""
+
+    replica: str
+    status: FrontStatus
+
+
+# --- timers that the machine asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """Echo of a `SetDeadline`. One that is no longer current is ignored."""
+
+    phase: str
+    serial: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackoffEnded:
+    """Echo of a `SetBackoff`."""
+
+    serial: int
+    attempt: int
+
+
+# --- from the journal
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The record of an `Append` is durable. `kind` is `decided`, `published` or `reverted`."""
+
+    kind: str
+    serial: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class JournalFailed:
+    """Any journal error, a lost ownership row included. The machine stops: a read-back proves nothing."""
+
+    failure: Failure
+
+
+Event = (
+    Begin
+    | Seal
+    | CommitRequested
+    | AbortRequested
+    | Joined
+    | Left
+    | LeaseExpired
+    | Replied
+    | Refused
+    | Lost
+    | Seen
+    | Deadline
+    | BackoffEnded
+    | Recorded
+    | JournalFailed
+)

@@ -1,0 +1,169 @@
+"""What the fleet machine remembers: frozen values without behaviour beyond look-ups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from updater.core.effects import Label, Outcome, Send
+from updater.core.errors import Failure
+from updater.core.events import Begin
+from updater.core.participant import DiskOffer, Fence, Kind
+from updater.core.policy import Policy
+from updater.core.version import START, Version
+
+
+class Phase(StrEnum):
+    """Rows of the fleet table."""
+
+    IDLE = "idle"
+    PLANNING = "planning"
+    STAGING = "staging"
+    VERIFYING = "verifying"
+    READY = "ready"
+    PAUSING = "pausing"
+    DECIDING = "deciding"
+    INSTALLING = "installing"
+    INVALIDATING = "invalidating"
+    PUBLISHING = "publishing"
+    RESUMING = "resuming"
+    RESTORING = "restoring"
+    REOPENING = "reopening"
+    DISCARDING = "discarding"
+    STOPPED = "stopped"
+
+
+class Standing(StrEnum):
+    """How a member stands with the coordinator. Not a state of the front."""
+
+    JOINING = "joining"
+    OK = "ok"
+    LOST = "lost"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """`shut`: known to be shut, so that it cannot serve anything whatever it hears late; only then does a member that
+    is lost or quarantined not block. `live`: content digest at its last description. `owed`: the message that it still
+    has to acknowledge after the update that sent it ended; the shell retries it for ever.
+    `previous`: what its spare keeps for a rollback. `gave_up_on`: the label that a catch-up failed to
+    reach, not tried again.
+    """
+
+    replica: str
+    incarnation: str
+    standing: Standing
+    live: str
+    shut: bool = False
+    previous: Label | None = None
+    spare_unknown: bool = False
+    owed: Send | None = None
+    gave_up_on: Label | None = None
+    url: str = ""
+    config_hash: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version that is or was live, with where its bytes came from."""
+
+    label: Label
+    manifest_digest: str = ""
+    offer: DiskOffer | None = None
+    manifest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """One update. `participants`: (replica, incarnation), frozen; `enlisted`: those of them that were joining.
+
+    `waiting`: who has not answered in this phase. `end`: set on the way out: outcome to finish with.
+    `attempt` is 0 until the first PAUSING. `retry`: only time ran out in PAUSING.
+    """
+
+    update: str
+    body_hash: str
+    kind: Kind
+    serial: int
+    version: Version
+    policy: Policy
+    offer: DiskOffer | None
+    manifest: str
+    participants: tuple[tuple[str, str], ...]
+    enlisted: frozenset[str] = frozenset()
+    attempt: int = 0
+    waiting: frozenset[str] = frozenset()
+    digest: str = ""
+    manifest_digest: str = ""
+    replies: tuple[tuple[str, Any], ...] = ()
+    commit_requested: bool = False
+    backing_off: bool = False
+    retry: bool = False
+    end: Outcome | None = None
+    failures: tuple[Failure, ...] = ()
+    proof: str = ""
+    bytes_read: int = 0
+    tensors_changed: int = 0
+    warnings: tuple[str, ...] = ()
+    aborted_requests: int = 0
+    requeued_requests: int = 0
+
+    @property
+    def label(self) -> Label:
+        return Label(self.version, self.digest)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(replica for replica, _ in self.participants)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    """`serial`: the highest used; never repeats, also over restarts. `highest`: highest decided version.
+
+    `before`: the version before the live one, so that a catch-up after a rollback knows its source.
+    `starting`: the serial of a publication of `start` that is not durable yet, else 0.
+    """
+
+    fleet: str
+    epoch: int
+    serial: int = 0
+    phase: Phase = Phase.IDLE
+    members: tuple[Member, ...] = ()
+    live: Published | None = None
+    before: Published | None = None
+    highest: Version = START
+    update: Transaction | None = None
+    queue: tuple[Begin, ...] = field(default=())
+    starting: int = 0
+
+    def member(self, replica: str) -> Member | None:
+        return next((member for member in self.members if member.replica == replica), None)
+
+    def with_member(self, member: Member) -> FleetState:
+        """Added or replaced; members stay sorted by id, so that equal histories give equal states."""
+        others = [other for other in self.members if other.replica != member.replica]
+        return replace(self, members=tuple(sorted([*others, member], key=lambda each: each.replica)))
+
+    def without_member(self, replica: str) -> FleetState:
+        return replace(self, members=tuple(member for member in self.members if member.replica != replica))
+
+    def serving(self) -> tuple[Member, ...]:
+        return tuple(member for member in self.members if member.standing is Standing.OK)
+
+    @property
+    def rollback_to(self) -> Label | None:
+        """What the spares of all serving members hold, or None."""
+        return common(member.previous for member in self.serving())
+
+    def fence(self, serial: int, attempt: int, incarnation: str) -> Fence:
+        return Fence(self.fleet, self.epoch, serial, attempt, incarnation)
+
+
+def common(labels: Iterable[Label | None]) -> Label | None:
+    """The one label that all have, or None."""
+    distinct = set(labels)
+    return distinct.pop() if len(distinct) == 1 else None
