@@ -232,5 +232,9 @@ def error_of(status: int, document: object, *, fallback: str = "internal") -> Li
     failures = failures_of(document, fallback=_BY_STATUS.get(status, fallback))
     told: Mapping[str, Any] = document if isinstance(document, Mapping) else {}
     kind = _KINDS.get(str(told.get("outcome")), Unavailable if CODES[failures[0].code] == 503 else Rejected)
-    live = told.get("live_version")
-    return kind(*failures, live_version=live if isinstance(live, str) else None)
+    live, receipt = told.get("live_version"), told.get("receipt")
+    return kind(
+        *failures,
+        live_version=live if isinstance(live, str) else None,
+        receipt=receipt if isinstance(receipt, Mapping) else None,
+    )

@@ -1,0 +1,264 @@
+"""What `http.install` gives any app: closed paths, bounded bodies, problem documents."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from updater import http
+from updater.core.errors import Failure, Rejected, RolledBack, Unauthorized, Unavailable
+from updater.security import ADMIN_ENV, ConfigurationError, Tokens, check_bind, is_loopback
+
+ADMIN, INFERENCE = "admin-token-1234", "inference-token-1234"
+
+
+class Body(BaseModel):
+    number: int
+
+
+def app(tokens: Tokens, max_body: int = 100) -> FastAPI:
+    made = FastAPI()
+
+    @made.get("/healthz")
+    async def healthz() -> str:
+        return "ok"
+
+    @made.post("/v1/echo")
+    async def echo(body: Body) -> int:
+        return body.number
+
+    @made.get("/v1/open")
+    async def open_to_inference() -> str:
+        return "ok"
+
+    @made.get("/v1/fails/{how}")
+    async def fails(how: str) -> None:
+        if how == "known":
+            raise RolledBack(Failure("rank_failed", "no", replica="r1", rank=1), live_version="0-3")
+        if how == "unavailable":
+            raise Unavailable(Failure("shut", "no"))
+        raise RuntimeError(ADMIN)
+
+    http.install(
+        made,
+        tokens=tokens,
+        inference_paths=frozenset({"/v1/open"}),
+        max_body=max_body,
+        body_limits={"/v1/big": 1000},
+        live_version=lambda: "0-9",
+    )
+    return made
+
+
+def ask(
+    method: str, path: str, *, tokens: Tokens | None = None, token: str = "", content: object = None, **headers: str
+) -> httpx.Response:
+    """One request, straight into the app; the path is sent as it is."""
+
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(app(tokens or Tokens()), raise_app_exceptions=False)
+        if token:
+            headers["authorization"] = f"Bearer {token}"
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.request(method, path, content=content, headers=headers)  # type: ignore[arg-type]
+
+    return asyncio.run(run())
+
+
+BOTH = Tokens(ADMIN, INFERENCE)
+
+
+@pytest.mark.parametrize(
+    ("path", "token", "status"),
+    [
+        ("/healthz", "", 200),
+        ("/v1/open", "", 401),
+        ("/v1/open", INFERENCE, 200),
+        ("/v1/open", ADMIN, 200),
+        ("/v1/fails/known", INFERENCE, 403),
+        ("/v1/fails/known", ADMIN, 424),
+        ("/v1/fails/known", ADMIN[:-1], 401),
+        ("/v1/fails/known", ADMIN + "x", 401),
+        ("/nothing", "", 401),
+        ("/nothing", ADMIN, 404),
+        ("//healthz", "", 401),
+        ("/healthz/", "", 401),
+        ("/HEALTHZ", "", 401),
+        ("/%68ealthz", "", 200),
+        ("/healthz%2f..%2fv1/open", "", 401),
+        ("/v1/open/", INFERENCE, 403),
+        ("/v1//open", INFERENCE, 403),
+        ("/V1/open", INFERENCE, 403),
+        ("/openapi.json", "", 401),
+        ("/docs", "", 401),
+    ],
+)
+def test_what_is_not_listed_is_closed(path: str, token: str, status: int) -> None:
+    answer = ask("GET", path, tokens=BOTH, token=token)
+    assert answer.status_code == status
+    if status >= 400:
+        assert answer.json()["status"] == status
+        assert answer.headers["content-type"] == http.MEDIA_TYPE
+
+
+def test_with_one_scope_configured_the_other_is_closed_not_open() -> None:
+    only = Tokens(inference=INFERENCE)
+    assert ask("GET", "/v1/fails/known", tokens=only).status_code == 401
+    assert ask("GET", "/v1/fails/known", tokens=only, token=INFERENCE).status_code == 403
+    assert ask("GET", "/v1/open", tokens=Tokens(admin=ADMIN)).status_code == 401
+
+
+def test_without_a_token_loopback_is_open() -> None:
+    assert ask("GET", "/v1/open").status_code == 200
+
+
+def test_two_authorization_headers_are_none() -> None:
+    async def run() -> int:
+        transport = httpx.ASGITransport(app(BOTH))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            headers = [("authorization", f"Bearer {ADMIN}"), ("authorization", f"Bearer {ADMIN}")]
+            return (await client.get("/v1/open", headers=headers)).status_code
+
+    assert asyncio.run(run()) == 401
+
+
+def test_a_known_error_becomes_its_document() -> None:
+    answer = ask("GET", "/v1/fails/known")
+    document = answer.json()
+    assert answer.status_code == 424
+    assert (document["code"], document["retryable"], document["live_version"]) == ("rank_failed", True, "0-3")
+    assert document["failures"][0]["replica"] == "r1"
+    back = http.error_of(answer.status_code, document)
+    assert isinstance(back, RolledBack)
+    assert back.failures == (Failure("rank_failed", "no", replica="r1", rank=1),)
+
+
+def test_what_is_live_is_filled_in_and_503_says_when_to_come_back() -> None:
+    answer = ask("GET", "/v1/fails/unavailable")
+    assert (answer.status_code, answer.json()["live_version"]) == (503, "0-9")
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_an_unexpected_error_shows_its_type_and_nothing_else() -> None:
+    answer = ask("GET", "/v1/fails/unexpected")
+    assert (answer.status_code, answer.json()["code"]) == (500, "internal")
+    assert ADMIN not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "code"),
+    [
+        (b'{"number": 1}', 200, None),
+        (b'{"number": "x"}', 400, "bad_request"),
+        (b"{}", 400, "bad_request"),
+        (b"{", 400, "bad_request"),
+        (b"\xff\xfe", 400, "bad_request"),
+        (b"[" * 100, 400, "bad_request"),
+        (b'{"number": 1' + b" " * 88 + b"}", 413, "body_too_large"),
+    ],
+)
+def test_bodies(content: bytes, status: int, code: str | None) -> None:
+    answer = ask("POST", "/v1/echo", content=content, **{"content-type": "application/json"})
+    assert answer.status_code == status
+    if code:
+        assert answer.json()["code"] == code
+
+
+def test_a_body_of_untold_length_is_counted() -> None:
+    taken: list[int] = []
+
+    async def endless() -> AsyncIterator[bytes]:
+        for number in range(1_000_000):
+            taken.append(number)
+            yield b" " * 50
+
+    answer = ask("POST", "/v1/echo", content=endless())
+    assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
+    assert len(taken) < 10
+
+
+def test_deep_nesting_is_refused_and_the_app_lives() -> None:
+    """10 MB of nesting, under a limit that lets it in (B159)."""
+
+    async def run() -> tuple[int, int]:
+        transport = httpx.ASGITransport(app(Tokens(), max_body=20 << 20), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            deep = await client.post(
+                "/v1/echo", content=b"[" * (10 << 20), headers={"content-type": "application/json"}
+            )
+            after = await client.post("/v1/echo", json={"number": 2})
+            return deep.status_code, after.json()
+
+    assert asyncio.run(run()) == (400, 2)
+
+
+def test_limits_by_prefix() -> None:
+    assert ask("POST", "/v1/big/thing", content=b" " * 900).status_code == 404
+    assert ask("POST", "/v1/big/thing", content=b" " * 1100).status_code == 413
+    assert ask("POST", "/v1/small", content=b" " * 900).status_code == 413
+
+
+def test_a_wrong_method_is_a_document() -> None:
+    answer = ask("DELETE", "/v1/echo")
+    assert (answer.status_code, answer.json()["code"]) == (405, "method_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True)]
+    + [(host, False) for host in ("0.0.0.0", "::", "", "10.0.0.1", "localhost.example", "2130706433", "192.168.1.1")],
+)
+def test_a_public_bind_without_a_token_does_not_start(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+    check_bind(host, Tokens(admin=ADMIN))
+    for tokens in (Tokens(), Tokens(inference=INFERENCE)):
+        if loopback:
+            check_bind(host, tokens)
+        else:
+            with pytest.raises(ConfigurationError):
+                check_bind(host, tokens)
+
+
+def test_tokens_are_not_shown(tmp_path: Path) -> None:
+    assert ADMIN not in repr(BOTH)
+    assert INFERENCE not in repr(BOTH)
+    path = tmp_path / "token"
+    path.write_text(f"{ADMIN}\n")
+    os.chmod(path, 0o600)
+    assert Tokens.from_env({f"{ADMIN_ENV}_FILE": str(path)}) == Tokens(admin=ADMIN)
+    os.chmod(path, 0o644)
+    with pytest.raises(ConfigurationError):
+        Tokens.from_env({f"{ADMIN_ENV}_FILE": str(path)})
+
+
+@pytest.mark.parametrize("token", ["short", "has a space in it", "näht-das-nicht", "line\nbreak-token"])
+def test_weak_or_odd_tokens_are_refused(token: str) -> None:
+    with pytest.raises(ConfigurationError):
+        Tokens(admin=token)
+
+
+def test_empty_and_equal_tokens_are_refused() -> None:
+    with pytest.raises(ConfigurationError):
+        Tokens(ADMIN, ADMIN)
+    with pytest.raises(ConfigurationError):
+        Tokens.from_env({ADMIN_ENV: ""})
+    with pytest.raises(ConfigurationError):
+        Tokens.from_env({f"{ADMIN_ENV}_FILE": "/nonexistent/token"})
+
+
+def test_documents_of_others_are_read_with_care() -> None:
+    odd = {"failures": [{"code": "from_the_future", "message": "x"}, 7], "receipt": {"outcome": "aborted"}}
+    error = http.error_of(424, odd)
+    assert [failure.code for failure in error.failures] == ["internal", "internal"]
+    assert error.receipt == {"outcome": "aborted"}
+    assert http.error_of(503, None).code == "shut"
+    assert http.error_of(401, "x").code == "unauthorized"
+    assert isinstance(http.error_of(422, http.problem_body(Rejected(Failure("file_header", "x")))), Rejected)
+    assert isinstance(http.error_of(401, http.problem_body(Unauthorized(Failure("unauthorized", "x")))), Unauthorized)
