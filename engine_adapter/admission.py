@@ -1,0 +1,383 @@
+"""The gate in front of an engine: who may start, who waits, and which version made which token.
+
+`close` and `open` are called by the front as its replica table says; requests go through `admit`. The gate never
+guesses a version: labels of tokens come from the rank that made them, the label of the gate from the front (I3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from engine_adapter.base import GenerateRequest, TokenEvent
+from updater.core.errors import Aborted, Failure, LiveweightsError, Rejected, Unavailable
+from updater.core.policy import InFlight
+from updater.core.version import START, Version
+
+
+class RequestEngine(Protocol):
+    """What the gate needs of the ranks. Both have sent before they first wait: the caller's order is the rank's."""
+
+    async def submit(self, request: GenerateRequest) -> None: ...
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody waits for an answer: the end of the request comes as a token event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`wait_s`: how long a request may wait at a shut gate before its 503."""
+
+    max_waiting: int = 256
+    wait_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which versions a request accepts."""
+
+    minimum: Version | None = None
+    exact: Version | None = None
+
+    def accepts(self, label: str) -> bool:
+        if self.minimum is None and self.exact is None:
+            return True
+        try:
+            version = Version.parse(label)
+        except ValueError:
+            return False
+        return (self.minimum is None or version >= self.minimum) and (self.exact is None or version == self.exact)
+
+    @property
+    def particular(self) -> bool:
+        return self.minimum is not None or self.exact is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens `start` to `end` (half-open) of a reply were made by `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New tokens of a reply. The last piece has a finish reason; `failure` says why one that broke did."""
+
+    tokens: tuple[int, ...]
+    finish_reason: str | None = None
+    failure: Failure | None = None
+
+
+class Running:
+    """One admitted request. `spans` and `tokens` grow until the last piece was handed out."""
+
+    def __init__(self, request: GenerateRequest, wanted: Wanted, version: str) -> None:
+        self.request = request
+        self.wanted = wanted
+        self.version = version  # at dispatch; then of the last token
+        self.engine_id = request.request_id
+        self.tokens: list[int] = []
+        self.spans: list[Span] = []
+        self.cached_tokens = 0
+        self.finish_reason: str | None = None
+        self.failure: Failure | None = None
+        self.next_version: str | None = None  # the one switch that recompute or keep allows
+        self.requeue = False  # recompute: cancelled at the engine, to go on after the switch
+        self.parked = False  # the engine has let go of it
+        self.resubmitted = 0
+        self.ended_by_update = False
+        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Every piece, the last one included."""
+        while True:
+            piece = await self._pieces.get()
+            yield piece
+            if piece.finish_reason is not None:
+                return
+
+    def take(self, tokens: tuple[int, ...], version: str) -> bool:
+        """Append tokens of `version`; False if that would mix versions without leave."""
+        if not tokens:
+            return True
+        last = self.spans[-1] if self.spans else None
+        if last is None and version not in (self.version, self.next_version):
+            return False
+        if last is not None and last.version != version:
+            if version != self.next_version:
+                return False
+            self.next_version = None
+            last = None
+        start, end = len(self.tokens), len(self.tokens) + len(tokens)
+        if last is None:
+            self.spans.append(Span(version, start, end))
+        else:
+            self.spans[-1] = replace(last, end=end)
+        self.version = version
+        self.tokens.extend(tokens)
+        return True
+
+    def hand_out(self, piece: Piece) -> None:
+        if self.finish_reason is not None:
+            return
+        self.finish_reason, self.failure = piece.finish_reason, piece.failure
+        self._pieces.put_nowait(piece)
+
+    def continuation(self) -> GenerateRequest:
+        """What is left to do, as a request of its own: the prompt and what was made so far."""
+        self.resubmitted += 1
+        self.engine_id = f"{self.request.request_id}.{self.resubmitted}"
+        return replace(
+            self.request,
+            request_id=self.engine_id,
+            prompt=self.request.prompt + tuple(self.tokens),
+            max_tokens=self.request.max_tokens - len(self.tokens),
+        )
+
+
+class Gate:
+    """Admission of one replica. Lives on one event loop; starts shut."""
+
+    def __init__(self, engine: RequestEngine, limits: Limits | None = None) -> None:
+        self._engine = engine
+        self._limits = limits or Limits()
+        self._running: dict[str, Running] = {}  # by engine id
+        self._ending: set[str] = set()  # cancelled by us, not yet let go of by the engine
+        self._parked: list[Running] = []
+        self._waiters: list[asyncio.Future[None]] = []
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ids = itertools.count(1)
+        self._open = False
+        self._pending = ""  # label of the update that has shut the gate, while it may still be published
+        self._broken: Failure | None = None
+        self.version = ""
+        self.mixed = 0  # tokens that would have mixed versions: must stay 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._running) + len(self._parked)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiters)
+
+    def next_id(self) -> str:
+        return f"r{next(self._ids)}"
+
+    async def admit(self, request: GenerateRequest, wanted: Wanted) -> Running:
+        """Start the request now or when the gate opens.
+
+        Raises Unavailable (`shut`, `queue_full`) or Rejected (`version_not_served`, retryable), nothing started.
+        """
+        end = time.monotonic() + self._limits.wait_s
+        while not self._may_start(wanted):
+            await self._wait(end)
+        running = Running(request, wanted, self.version)
+        self._running[running.engine_id] = running
+        try:
+            await self._engine.submit(request)
+        except LiveweightsError:
+            self._drop(running.engine_id)
+            raise
+        except asyncio.CancelledError:
+            self.give_up(running)
+            raise
+        return running
+
+    def _may_start(self, wanted: Wanted) -> bool:
+        """False: wait. Raises what no waiting can mend."""
+        if self._broken is not None:
+            raise Unavailable(Failure("shut", f"the replica is out of service: {self._broken.message}"))
+        if self._open and wanted.accepts(self.version):
+            return True
+        coming = "" if self._open else self._pending
+        if wanted.particular and not (coming and wanted.accepts(coming)):
+            raise Rejected(
+                Failure("version_not_served", f"serving {self.version or 'nothing yet'}, coming {coming or 'nothing'}"),
+                live_version=self.version or None,
+            )
+        return False
+
+    async def _wait(self, end: float) -> None:
+        if len(self._waiters) >= self._limits.max_waiting:
+            raise Unavailable(Failure("queue_full", f"{self._limits.max_waiting} requests wait already"))
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            async with asyncio.timeout(max(0.0, end - time.monotonic())):
+                await waiter
+        except TimeoutError:
+            message = f"still shut after {self._limits.wait_s:.1f} s"
+            raise Unavailable(Failure("shut", message), live_version=self.version or None) from None
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def give_up(self, running: Running) -> None:
+        """Its client is gone, or it may not go on: it ends here, and soon at the engine."""
+        running.hand_out(Piece((), "abort"))
+        if running in self._parked:
+            self._parked.remove(running)
+        if self._running.pop(running.engine_id, None) is not None:
+            self._ending.add(running.engine_id)
+            self._engine.cancel(running.engine_id)
+        self._changed.set()
+
+    def on_tokens(self, event: TokenEvent) -> None:
+        """What rank 0 made."""
+        running = self._running.get(event.request_id)
+        if running is None:
+            if event.finish_reason is not None:
+                self._ending.discard(event.request_id)
+                self._changed.set()
+            return
+        if not running.spans:
+            running.cached_tokens = event.cached_tokens
+        if not running.take(event.tokens, event.version):
+            self.mixed += len(event.tokens)
+            self._mixed(running, event)
+        elif event.finish_reason is None:
+            running.hand_out(Piece(event.tokens))
+        else:
+            self._finished(running, event)
+
+    def _mixed(self, running: Running, event: TokenEvent) -> None:
+        """Never answered as if nothing were wrong: the reply ends before the token that does not belong."""
+        message = f"a token of {event.version!r} in a reply of {running.version!r}"
+        running.hand_out(Piece((), "error", Failure("internal", message)))
+        self._drop(running.engine_id)
+        if event.finish_reason is None:
+            self._ending.add(event.request_id)
+            self._engine.cancel(event.request_id)
+
+    def _finished(self, running: Running, event: TokenEvent) -> None:
+        self._drop(running.engine_id)
+        if running.requeue and event.finish_reason == "abort":
+            if event.tokens:
+                running.hand_out(Piece(event.tokens))
+            if len(running.tokens) >= running.request.max_tokens:
+                running.hand_out(Piece((), "length"))
+            else:
+                running.parked = True
+                self._parked.append(running)
+            return
+        failure = Failure("rank_failed", event.error or "the engine failed", rank=0)
+        broken = event.finish_reason == "error"
+        running.hand_out(Piece(event.tokens, event.finish_reason, failure if broken else None))
+
+    def _drop(self, engine_id: str) -> None:
+        self._running.pop(engine_id, None)
+        self._changed.set()
+
+    def close(self, mode: InFlight, pending: str) -> tuple[int, int]:
+        """Shut. `pending`: label that may be published next. Returns how many were aborted and requeued."""
+        self._open = False
+        self._pending = pending
+        self._wake()  # those that no longer fit what is coming are refused now
+        if mode is InFlight.KEEP:
+            for running in self._running.values():
+                running.next_version = pending
+        if mode in (InFlight.DRAIN, InFlight.KEEP):
+            return (0, 0)
+        for running in self._running.values():
+            running.requeue = mode is InFlight.RECOMPUTE
+            running.ended_by_update = not running.requeue
+            if running.requeue:
+                running.next_version = pending
+            self._engine.cancel(running.engine_id)
+        count = len(self._running)
+        return (0, count) if mode is InFlight.RECOMPUTE else (count, 0)
+
+    async def quiesce(self, mode: InFlight, deadline_s: float) -> None:
+        """Until the engine holds no request, unless the mode keeps them. Raises Aborted (`quiesce_timeout`)."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self._ending or (self._running and mode is not InFlight.KEEP):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            left = len(self._running) + len(self._ending)
+            message = f"{left} requests still ran after {deadline_s:.1f} s of {mode.value}"
+            raise Aborted(Failure("quiesce_timeout", message), live_version=self.version or None) from None
+
+    def before_switch(self, version: str) -> None:
+        """The engine is about to run on `version`: end what asked for exactly another one."""
+        for running in [*self._running.values(), *self._parked]:
+            if not running.wanted.accepts(version):
+                running.ended_by_update = True
+                self.give_up(running)
+
+    def open(self, version: str) -> None:
+        """Serve `version`. Requests that recompute stopped go on, then those that wait come in."""
+        if self._broken is not None:
+            return
+        self.version = version
+        self._pending = ""
+        self._open = True
+        self.before_switch(version)
+        parked, self._parked = self._parked, []
+        for running in parked:
+            running.requeue = running.parked = False
+            if not running.spans:
+                running.version = version
+            continuation = running.continuation()
+            self._running[running.engine_id] = running
+            self._spawn(self._resubmit(running, continuation))
+        for running in self._running.values():
+            running.requeue = False
+            if running.next_version != version:
+                running.next_version = None
+        self._wake()
+
+    async def _resubmit(self, running: Running, request: GenerateRequest) -> None:
+        try:
+            await self._engine.submit(request)
+        except LiveweightsError as error:
+            self._drop(running.engine_id)
+            running.hand_out(Piece((), "error", error.failures[0]))
+
+    def break_down(self, failure: Failure) -> None:
+        """The engine is gone or in doubt: everybody is told, nobody is let in any more."""
+        self._open = False
+        self._broken = failure
+        for running in [*self._running.values(), *self._parked]:
+            running.hand_out(Piece((), "error", failure))
+        self._running.clear()
+        self._parked.clear()
+        self._ending.clear()
+        self._changed.set()
+        self._wake()
+
+    def mend(self) -> None:
+        """An audit found the replica in order again; the gate stays shut until `open`."""
+        self._broken = None
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def version_of(label: str | int, current: str) -> Version:
+    """`run-step`, `start`, or a bare step of the run of `current`. Raises ValueError."""
+    if isinstance(label, str):
+        return Version.parse(label)
+    return replace(Version.parse(current) if current else START, step=label)
