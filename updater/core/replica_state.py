@@ -1,0 +1,241 @@
+"""What the replica machine remembers, hears and asks for. The front owns one `ReplicaState` and swaps it whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from updater.core.errors import Failure
+from updater.core.participant import Fence, FrontState, FrontStatus, PauseReply, PlanRequest, Spare, SpareState
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A version label and the content digest of its bytes."""
+
+    version: str
+    digest: str
+
+
+# --- events
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A verb of the participant contract arrived; `request` as in `participant.MESSAGES`."""
+
+    verb: str
+    request: Any
+
+    @property
+    def fence(self) -> Fence:
+        fence: Fence = self.request.fence
+        return fence
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """All ranks finished a `Work`; `fence` is that of its request. `reply`: PlanReply, StageReply, VerifyReply or
+    PauseReply for those verbs, else None (the machine makes the `Ack`).
+    """
+
+    verb: str
+    fence: Fence
+    reply: Any = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A `Work` failed on some rank, and every rank has stopped working on it. At least one failure."""
+
+    verb: str
+    fence: Fence
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTimer:
+    """The timer of `SetLease` went off. Early ones are ignored: `now` counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankDied:
+    """A rank process is gone: only a restart of the replica helps."""
+
+    failure: Failure
+
+
+ReplicaEvent = Asked | Done | Failed | LeaseTimer | RankDied
+
+# --- effects, to be performed in order
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To every caller that waits for (verb, fence)."""
+
+    verb: str
+    fence: Fence
+    reply: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """To every caller that waits for (verb, fence): a problem document with these failures."""
+
+    verb: str
+    fence: Fence
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Let all ranks do this, then feed `Done` or `Failed` with the same verb and `request.fence`.
+
+    Verbs: join (set label and namespace, start), plan, stage, verify, pause (quiesce), install, invalidate, restore,
+    resume (let the ranks run; ends a quiesce that still runs), discard (cancel and drop staging).
+    """
+
+    verb: str
+    request: Any
+    plan: PlanRequest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Plan, stage and verify work of this serial must stop soon; its `Done` or `Failed` is not wanted any more."""
+
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseAdmission:
+    """From now on no request reaches the ranks: they wait in the bounded queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAdmission:
+    """Requests may run again; replies carry this version."""
+
+    version: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetLease:
+    """Feed `LeaseTimer` at this time of the clock that `now` comes from; replaces an earlier one."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClearLease:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class ShutDown:
+    """The replica is broken or quarantined: readiness fails from now on."""
+
+    failure: Failure
+
+
+ReplicaEffect = Answer | Refuse | Work | Cancel | CloseAdmission | OpenAdmission | SetLease | ClearLease | ShutDown
+
+# --- state
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Work in progress, and the fences of all callers that wait for it."""
+
+    verb: str
+    fence: Fence
+    request: Any
+    waiters: tuple[Fence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """The compare-and-set variable of a front.
+
+    `mark`: highest (epoch, serial, attempt) heard. `dead`: tombstone; (serial, attempt) up to it may never install.
+    `origin`: joining or open, where an ended pause leads back to. `key`: (serial, attempt) of the running pause or
+    install. `reached`: how far `plan.fence.serial` got: "", planned, staged, voted. `answers`: first answers by
+    (verb, epoch, serial, attempt). `resuming`: ranks are being let run. `postponed`: a restore that waits for ranks
+    to stop.
+    """
+
+    replica: str
+    incarnation: str
+    live: Held
+    fleet: str = ""
+    mark: tuple[int, int, int] = (0, 0, 0)
+    dead: tuple[int, int] = (0, 0)
+    state: FrontState = FrontState.JOINING
+    origin: FrontState = FrontState.JOINING
+    spare: Spare = Spare(SpareState.EMPTY)
+    plan: PlanRequest | None = None
+    reached: str = ""
+    digest: str = ""
+    key: tuple[int, int] = (0, 0)
+    lease_s: float = 0.0
+    lease_end: float | None = None
+    pause_reply: PauseReply | None = None
+    running: tuple[Running, ...] = ()
+    answers: tuple[tuple[tuple[str, int, int, int], Any], ...] = ()
+    resuming: bool = False
+    postponed: Asked | None = None
+    failure: Failure | None = None
+
+    def work(self, verb: str) -> Running | None:
+        return next((each for each in self.running if each.verb == verb), None)
+
+    def answer(self, verb: str, fence: Fence) -> Any:
+        return dict(self.answers).get((verb, *fence.order()))
+
+    def tombstoned(self, fence: Fence) -> bool:
+        return (fence.serial, fence.attempt) <= self.dead
+
+    @property
+    def serial(self) -> int:
+        """Serial of the update that is planned or further, else 0."""
+        return self.plan.fence.serial if self.plan else 0
+
+
+Step = tuple[ReplicaState, tuple[ReplicaEffect, ...]]
+
+
+def status(
+    state: ReplicaState, now: float, *, in_flight: int = 0, waiting: int = 0, asleep: bool = False
+) -> FrontStatus:
+    """What `status` and `describe` say."""
+    return FrontStatus(
+        replica=state.replica,
+        incarnation=state.incarnation,
+        fleet=state.fleet,
+        epoch=state.mark[0],
+        serial=state.mark[1],
+        attempt=state.mark[2],
+        state=state.state,
+        live_version=state.live.version,
+        live_digest=state.live.digest,
+        spare=state.spare,
+        in_flight=in_flight,
+        waiting=waiting,
+        asleep=asleep,
+        lease_left_s=None if state.lease_end is None else max(0.0, state.lease_end - now),
+        staged_serial=state.serial if state.reached == "voted" else 0,
+        failure=state.failure,
+    )
+
+
+def started(replica: str, incarnation: str, version: str, digest: str) -> ReplicaState:
+    """A front whose ranks have loaded their start checkpoint: shut, joining. `digest`: observed content digest."""
+    return ReplicaState(replica, incarnation, Held(version, digest))
+
+
+def with_running(state: ReplicaState, asked: Asked) -> ReplicaState:
+    new = Running(asked.verb, asked.fence, asked.request, (asked.fence,))
+    return replace(state, running=(*state.running, new))
