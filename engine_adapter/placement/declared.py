@@ -1,0 +1,369 @@
+"""Placement from declared rules: a pure function of (checkpoint specs, parameter shapes, rules, rank, size).
+
+The axis of a cut is declared, never guessed from shapes: a parameter that no layout names must have exactly the shape
+of its tensor. Everything that is wrong is reported at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from engine_adapter.base import Parameter
+from engine_adapter.placement.layouts import (
+    Experts,
+    Layout,
+    LayoutError,
+    Merged,
+    PaddedVocab,
+    Plain,
+    Replicated,
+    Run,
+    experts_of,
+    parts_of,
+    runs,
+)
+from engine_adapter.placement.names import Mapper, NameRules, Shard, nearest
+from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow, Placement, Row
+from transports.base import Box
+from updater.core.errors import Failure, Rejected
+from updater.manifest import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A parameter of this rank: its local shape, and other names it goes by (ties)."""
+
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What an engine declares once for all ranks.
+
+    `layouts`: (glob of parameter names, layout); the first that matches counts, no match means replicated.
+    `carried`: globs of parameters that no checkpoint feeds: their live bytes are carried over.
+    `hints`: (glob of checkpoint names, text) appended to the message when such a name is missing, for example the
+    configuration flag that asks for it.
+    """
+
+    names: NameRules = field(default_factory=NameRules)
+    layouts: tuple[tuple[str, Layout], ...] = ()
+    carried: tuple[str, ...] = ()
+    hints: tuple[tuple[str, str], ...] = ()
+
+    def layout_of(self, parameter: str) -> Layout:
+        return next((layout for glob, layout in self.layouts if fnmatchcase(parameter, glob)), Replicated())
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What `analyse` found: the placement is complete only if there are no failures."""
+
+    placement: Placement
+    failures: tuple[Failure, ...]
+
+
+def targets_of(parameters: Mapping[str, Parameter]) -> dict[str, Target]:
+    """The targets of an engine's parameters."""
+    return {name: Target(tuple(p.local.shape), p.aliases) for name, p in parameters.items()}
+
+
+def declare(
+    specs: Mapping[str, TensorSpec], targets: Mapping[str, Target], rules: Rules, rank: int, size: int
+) -> Placement:
+    """Rows of this rank. Raises `Rejected` with every failure: names, experts, shapes."""
+    found = analyse(specs, targets, rules, rank, size)
+    if found.failures:
+        raise Rejected(*found.failures)
+    return found.placement
+
+
+def analyse(
+    specs: Mapping[str, TensorSpec], targets: Mapping[str, Target], rules: Rules, rank: int, size: int
+) -> Declared:
+    """The same without raising, for tools that report."""
+    return _Analysis(specs, targets, rules, rank, size).run()
+
+
+@dataclass(slots=True)
+class _Analysis:
+    specs: Mapping[str, TensorSpec]
+    targets: Mapping[str, Target]
+    rules: Rules
+    rank: int
+    size: int
+    mapper: Mapper = field(init=False)
+    failures: list[Failure] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    ignored: list[tuple[str, str]] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    redundant: list[tuple[str, str]] = field(default_factory=list)
+    #: parameter -> [(source, shard, the parameter name it was spelled with)]
+    feeds: dict[str, list[tuple[str, Shard, str]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.mapper = Mapper(self.rules.names)
+
+    def run(self) -> Declared:
+        self._map_names()
+        for parameter in sorted(self.targets):
+            self._place(parameter)
+        self._report_unexpected()
+        loaded = frozenset(source for feeds in self.feeds.values() for source, _, _ in feeds)
+        placement = Placement(
+            rank=self.rank,
+            size=self.size,
+            rows=tuple(self.rows),
+            loaded=loaded,
+            ignored=tuple(sorted(self.ignored)),
+            unexpected=tuple(sorted(self.unexpected)),
+            missing=tuple(sorted(self.missing)),
+            redundant=tuple(sorted(self.redundant)),
+        )
+        return Declared(placement, tuple(self.failures))
+
+    def _fail(self, code: str, message: str, tensor: str) -> None:
+        self.failures.append(Failure(code, message, rank=self.rank, tensor=tensor))
+
+    # names
+
+    def _map_names(self) -> None:
+        owner = {alias: name for name, target in self.targets.items() for alias in target.aliases}
+        for source in sorted(self.specs):
+            mapped = self.mapper.map(source)
+            if mapped.parameter is None:
+                self.ignored.append((source, mapped.dropped_by))
+                continue
+            parameter = owner.get(mapped.parameter, mapped.parameter)
+            if parameter not in self.targets or self._is_carried(parameter):
+                stray = next((glob for glob in self.rules.names.stray if fnmatchcase(source, glob)), None)
+                if stray is not None and parameter not in self.targets:
+                    self.ignored.append((source, stray))
+                else:
+                    self.unexpected.append(source)
+                continue
+            for shard in mapped.shards:
+                self.feeds.setdefault(parameter, []).append((source, shard, mapped.parameter))
+        for parameter in list(self.feeds):
+            self._set_ties_aside(parameter)
+
+    def _is_carried(self, parameter: str) -> bool:
+        return any(fnmatchcase(parameter, glob) for glob in self.rules.carried)
+
+    def _set_ties_aside(self, parameter: str) -> None:
+        """A tied copy beside the canonical tensor is redundant; alone it feeds the parameter."""
+        feeds = self.feeds[parameter]
+        canonical = {shard: source for source, shard, spelled in feeds if spelled == parameter}
+        kept: list[tuple[str, Shard, str]] = []
+        for source, shard, spelled in feeds:
+            first = canonical.setdefault(shard, source)
+            if spelled == parameter or first == source:
+                kept.append((source, shard, spelled))
+                continue
+            self.redundant.append((source, first))
+            mine, other = self.specs[source], self.specs[first]
+            if (mine.dtype, mine.shape) != (other.dtype, other.shape):
+                self._fail("tensor_shape", f"tied copy of {first} with another shape or dtype", source)
+        self.feeds[parameter] = kept
+
+    def _report_unexpected(self) -> None:
+        if not self.unexpected:
+            return
+        known = self.missing or sorted(self.targets)
+        loaded = sum(len(feeds) for feeds in self.feeds.values())
+        for i, name in enumerate(self.unexpected):
+            near = nearest(name, known) if i < 50 else []
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            total = f"; {loaded} of {len(self.specs)} names matched" if i == 0 else ""
+            self._fail("tensor_unexpected", f"no rule knows this name{hint}{total}", name)
+
+    # one parameter
+
+    def _place(self, parameter: str) -> None:
+        target, layout = self.targets[parameter], self.rules.layout_of(parameter)
+        if self._is_carried(parameter):
+            self.rows.append(CarryRow(parameter, Box.whole(target.shape)))
+            return
+        feeds = self.feeds.get(parameter, [])
+        if not self._complete(parameter, layout, feeds):
+            return
+        fills: dict[Box, None] = {}
+        copies: list[Row] = []
+        for source, shard, _ in feeds:
+            try:
+                for row in rows_of(self.specs[source], shard, parameter, target.shape, layout, self.rank, self.size):
+                    if isinstance(row, FillRow):
+                        fills[row.target_box] = None
+                    else:
+                        copies.append(row)
+            except LayoutError as error:
+                self._fail(error.code, f"{error} (parameter {parameter}, local shape {list(target.shape)})", source)
+        self.rows += [FillRow(parameter, box) for box in fills]
+        self.rows += copies
+
+    def _complete(self, parameter: str, layout: Layout, feeds: list[tuple[str, Shard, str]]) -> bool:
+        """Every slot exactly once; missing slots by the names that would fill them."""
+        parts = parts_of(layout)
+        count = layout.count if isinstance(layout, Experts) else None
+        filled: dict[tuple[str, int | None], str] = {}
+        sound = True
+        for source, shard, _ in feeds:
+            wrong = _misfit(shard, parts, count)
+            if wrong:
+                self._fail("tensor_unexpected", f"{wrong} (parameter {parameter})", source)
+                sound = False
+                continue
+            for slot in _slots(shard, parts, count):
+                other = filled.setdefault(slot, source)
+                if other != source:
+                    self._fail("tensor_duplicate", f"feeds the same part {slot} of {parameter} as {other}", source)
+                    sound = False
+                    break
+        absent = [slot for slot in _slots(Shard(), parts, count) if slot not in filled]
+        self._report_missing(parameter, absent, nothing=not filled)
+        return sound and not absent
+
+    def _report_missing(self, parameter: str, absent: list[tuple[str, int | None]], nothing: bool) -> None:
+        wanted: dict[str, str] = {}
+        if nothing and absent:
+            whole = self.mapper.sources(parameter, Shard())
+            if whole and (len(absent) == 1 or not self._spelled(parameter, absent[0])):
+                wanted[whole[0]] = ""
+        if not wanted:
+            for part, expert in absent:
+                names = self._spelled(parameter, (part, expert))
+                where = (f"part {part!r} of " if part else "") + (f"expert {expert} of " if expert is not None else "")
+                wanted[names[0] if names else f"{parameter} ({where}it)"] = where
+        for name, where in wanted.items():
+            self.missing.append(name)
+            hint = next((f"; {text}" for glob, text in self.rules.hints if fnmatchcase(name, glob)), "")
+            self._fail("tensor_missing", f"needed for {where}{parameter}{hint}", name)
+
+    def _spelled(self, parameter: str, slot: tuple[str, int | None]) -> list[str]:
+        part, expert = slot
+        shards = dict.fromkeys((Shard(part, expert), Shard(part), Shard("", expert)))
+        return [
+            name for shard in shards for name in self.mapper.sources(parameter, shard) if shard != Shard() or not part
+        ]
+
+
+def _misfit(shard: Shard, parts: tuple[str, ...], count: int | None) -> str:
+    if shard.part and shard.part not in parts:
+        return f"part {shard.part!r} is not one of {list(parts)}"
+    if shard.expert is not None and count is None:
+        return f"expert {shard.expert} of a parameter without experts"
+    if shard.expert is not None and count is not None and shard.expert >= count:
+        return f"expert {shard.expert} of {count}"
+    return ""
+
+
+def _slots(shard: Shard, parts: tuple[str, ...], count: int | None) -> Iterator[tuple[str, int | None]]:
+    experts: list[int | None] = [None] if count is None else list(range(count))
+    for expert in experts if shard.expert is None else [shard.expert]:
+        for part in (shard.part,) if shard.part else parts:
+            yield (part, expert)
+
+
+# rows of one source
+
+
+def rows_of(
+    spec: TensorSpec, shard: Shard, parameter: str, local: tuple[int, ...], layout: Layout, rank: int, size: int
+) -> list[Row]:
+    """Rows that bring `spec` (which holds `shard`) into `parameter` of local shape `local`. Raises LayoutError."""
+    if not isinstance(layout, Experts):
+        return _plain_rows(spec, spec.shape, shard.part, parameter, local, layout, rank, size, (), ())
+    mine = experts_of(layout, rank, size) or range(0)
+    if not local or local[0] != len(mine):
+        raise LayoutError("tensor_shape", f"{len(mine)} experts on this rank, the parameter's first dimension differs")
+    inner_rank, inner_size = (rank, size) if layout.parallel == "tp" else (0, 1)
+    stacked = shard.expert is None
+    if stacked and (not spec.shape or spec.shape[0] != layout.count):
+        held = spec.shape[0] if spec.shape else 0
+        extra = f"expert {layout.count} is one too many" if held > layout.count else f"expert {held} is missing"
+        raise LayoutError("tensor_shape", f"{held} stacked experts instead of {layout.count}: {extra}")
+    if shard.expert is not None and shard.expert not in mine:
+        return []
+    shape = spec.shape[1:] if stacked else spec.shape
+    lead_source: Lead = ((mine.start, len(mine)),) if stacked else ()
+    lead_target: Lead = ((0, len(mine)),) if stacked else (((shard.expert or 0) - mine.start, 1),)
+    return _plain_rows(
+        spec, shape, shard.part, parameter, local[1:], layout.inner, inner_rank, inner_size, lead_source, lead_target
+    )
+
+
+Lead = tuple[tuple[int, int], ...]  # (start, size) of leading dimensions
+
+
+def _plain_rows(
+    spec: TensorSpec,
+    shape: tuple[int, ...],
+    part: str,
+    parameter: str,
+    local: tuple[int, ...],
+    layout: Plain,
+    rank: int,
+    size: int,
+    lead_source: Lead,
+    lead_target: Lead,
+) -> list[Row]:
+    if isinstance(layout, Replicated):
+        if shape != local and not (_scalar(shape) and _scalar(local)):
+            raise LayoutError("tensor_shape", f"shape {list(shape)}, and no axis is declared for the parameter")
+        return [
+            CopyRow(spec.name, _lead(lead_source, Box.whole(shape)), parameter, _lead(lead_target, Box.whole(local)))
+        ]
+    dim = layout.dim
+    if len(shape) != len(local) or dim >= len(shape) or _without(shape, dim) != _without(local, dim):
+        raise LayoutError("tensor_shape", f"shape {list(shape)} does not fit a cut along dimension {dim}")
+    found = runs(layout, local[dim], shape[dim] if not part else None, rank, size)
+    held = [run for run in found if not part or run.part == part]
+    if sum(run.full for run in held) != shape[dim]:
+        raise LayoutError("tensor_shape", f"length {shape[dim]} along {dim}, declared {sum(run.full for run in held)}")
+    rows: list[Row] = []
+    for source_run, target_run in _segments(layout, held):
+        source = _lead(lead_source, _cut(shape, dim, *source_run))
+        rows.append(CopyRow(spec.name, source, parameter, _lead(lead_target, _cut(local, dim, *target_run))))
+    if isinstance(layout, PaddedVocab) and held[0].length < local[dim]:
+        tail = _cut(local, dim, held[0].length, local[dim] - held[0].length)
+        rows.insert(0, FillRow(parameter, _lead(lead_target, tail), 0.0))
+    return [row for row in rows if row.target_box.numel]
+
+
+Segment = tuple[tuple[int, int], tuple[int, int]]  # (start, length) in the source and in the target
+
+
+def _segments(layout: Plain, held: list[Run]) -> Iterator[Segment]:
+    if isinstance(layout, Merged) and layout.interleaved and len(held) > 1:
+        count, first = len(held), held[0]
+        yield (first.start * count, first.length * count), (0, first.length * count)
+        return
+    base = 0
+    for run in held:
+        if run.step == 1:
+            yield (base + run.start, run.length), (run.offset, run.length)
+        else:
+            for i in range(run.length):
+                yield (base + run.start + i, 1), (run.offset + i * run.step, 1)
+        base += run.full
+
+
+def _cut(shape: tuple[int, ...], dim: int, start: int, length: int) -> Box:
+    corner = (0,) * dim + (start,) + (0,) * (len(shape) - dim - 1)
+    return Box(corner, (*shape[:dim], length, *shape[dim + 1 :]))
+
+
+def _lead(lead: Lead, box: Box) -> Box:
+    return Box(tuple(a for a, _ in lead) + box.start, tuple(n for _, n in lead) + box.size)
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return shape[:dim] + shape[dim + 1 :]
+
+
+def _scalar(shape: tuple[int, ...]) -> bool:
+    return all(side == 1 for side in shape)
