@@ -1,0 +1,29 @@
+"""A toy engine that is real where it matters, its checkpoints, its oracle, and the contract of every engine.
+
+`build_toy` is an `EngineFactory`; `make_toy_checkpoint` writes what it loads; `reference_generate` says what it must
+answer and `expected_digests` what every rank must hold; `EngineContract` is the suite that any `RankEngine` has to
+pass. May import torch, safetensors and the rest of `engine_adapter`; nothing here knows of fleets or transactions.
+"""
+
+from engine_adapter.testing.checkpoint import make_toy_checkpoint, toy_tensors, write_shards
+from engine_adapter.testing.config import FIXTURES, ToyConfig, ToyOptions, fixture_config
+from engine_adapter.testing.engine import ToyEngine, build_toy
+from engine_adapter.testing.reference import NarrowMargin, Reference, reference_generate
+from engine_adapter.testing.slicer import expected_digests, expected_parameters
+
+__all__ = [
+    "FIXTURES",
+    "NarrowMargin",
+    "Reference",
+    "ToyConfig",
+    "ToyEngine",
+    "ToyOptions",
+    "build_toy",
+    "expected_digests",
+    "expected_parameters",
+    "fixture_config",
+    "make_toy_checkpoint",
+    "reference_generate",
+    "toy_tensors",
+    "write_shards",
+]
