@@ -1,0 +1,322 @@
+"""The command line. A composition root: it may import everything, and imports each part only when it is used.
+
+Exit codes: 0 done or committed; 1 rejected or aborted (nothing was installed), or faults found; 2 usage;
+3 nobody answered, or cannot answer now; 4 rolled back (something was installed and taken back); 5 no or wrong token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from updater.core.errors import LiveweightsError, RolledBack, Unauthorized, Unavailable
+from updater.core.policy import CachePolicy, InFlight, InstallMode, OnBusy
+
+if TYPE_CHECKING:
+    from trainer_side.client import Client
+    from updater.schemas import Receipt
+
+
+class Exit(IntEnum):
+    OK = 0
+    REFUSED = 1
+    USAGE = 2
+    UNAVAILABLE = 3
+    ROLLED_BACK = 4
+    UNAUTHORIZED = 5
+
+
+app = typer.Typer(
+    name="liveweights",
+    help="Publish new weights into running LLM engines the way a database commits.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Url = Annotated[str, typer.Option(envvar="LIVEWEIGHTS_URL", help="The coordinator.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for programs.")]
+Roots = Annotated[
+    list[Path] | None, typer.Option("--root", help="Folder under which checkpoints must lie; repeatable.")
+]
+DEFAULT_URL = "http://127.0.0.1:8700"
+
+
+@contextmanager
+def _errors(as_json: bool) -> Iterator[None]:
+    """Typed errors become exit codes; tracebacks are left for what nobody expected."""
+    from updater import cli_views
+    from updater.security import ConfigurationError
+
+    try:
+        yield
+    except LiveweightsError as error:
+        cli_views.error(error, as_json=as_json)
+        raise typer.Exit(exit_code(error)) from None
+    except ConfigurationError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def exit_code(error: LiveweightsError) -> Exit:
+    """The exit code that an error's consequence maps to."""
+    if isinstance(error, RolledBack):
+        return Exit.ROLLED_BACK
+    if isinstance(error, Unauthorized):
+        return Exit.UNAUTHORIZED
+    if isinstance(error, Unavailable):
+        return Exit.UNAVAILABLE
+    return Exit.REFUSED
+
+
+def _client(url: str) -> Client:
+    from trainer_side.client import Client
+
+    return Client(url)
+
+
+@app.command()
+def serve(
+    host: Annotated[str, typer.Option(help="Other than loopback needs a token in the environment.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8700,
+    root: Roots = None,
+    state: Annotated[Path | None, typer.Option(help="Folder of the journal and the manifests.")] = None,
+    fleet: Annotated[str, typer.Option(help="Name of the fleet.")] = "default",
+) -> None:
+    """Run the coordinator. Tokens come from LIVEWEIGHTS_ADMIN_TOKEN and LIVEWEIGHTS_INFERENCE_TOKEN."""
+    with _errors(False):
+        from updater.security import Tokens
+        from updater.service import serve as run
+        from updater.settings import Settings, default_state
+
+        tokens = Tokens.from_env()
+        run(Settings(state or default_state(), fleet, host, port, tuple(root or ()), tokens))
+
+
+@app.command()
+def engine(
+    model: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Checkpoint folder to start on.")],
+    tp: Annotated[int, typer.Option(min=1, help="Ranks of this replica.")] = 1,
+    host: Annotated[str, typer.Option(help="Other than loopback needs a token in the environment.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8800,
+    coordinator: Annotated[str, typer.Option(help="Join this coordinator; empty: stand alone.")] = "",
+    replica: Annotated[str, typer.Option(help="Name of this replica; default: host and port.")] = "",
+    root: Roots = None,
+    kind: Annotated[str, typer.Option("--engine", help="transformers, or toy.")] = "transformers",
+    option: Annotated[list[str] | None, typer.Option(help="Engine option KEY=VALUE; repeatable.")] = None,
+) -> None:
+    """Run one replica: a front and its ranks, with /v1/completions and the participant contract."""
+    with _errors(False):
+        from engine_adapter import launch
+
+        settings = launch.settings(
+            model=model,
+            tp=tp,
+            host=host,
+            port=port,
+            coordinator=coordinator,
+            replica=replica,
+            roots=tuple(root or ()),
+            engine=kind,
+            options=dict(_option(text) for text in option or ()),
+        )
+        raise typer.Exit(launch.run_engine(settings))
+
+
+@app.command()
+def push(
+    path: Annotated[Path, typer.Argument(help="A safetensors file, or a folder with its index.")],
+    version: Annotated[str, typer.Argument(help="A step of the current run, or run-step.")],
+    url: Url = DEFAULT_URL,
+    in_flight: Annotated[InFlight, typer.Option(help="What happens to running requests.")] = InFlight.DRAIN,
+    cache: Annotated[CachePolicy, typer.Option(help="What happens to cached keys and values.")] = CachePolicy.RESET,
+    install: Annotated[InstallMode, typer.Option(help="How new bytes become live.")] = InstallMode.AUTO,
+    on_busy: Annotated[OnBusy, typer.Option(help="If another update is under way.")] = OnBusy.REFUSE,
+    base: Annotated[str | None, typer.Option(help="Refuse unless this version is live.")] = None,
+    narrow: Annotated[list[str] | None, typer.Option(help="Allow narrowing SOURCE:PARAMETER, as F32:BF16.")] = None,
+    require_digests: Annotated[bool, typer.Option(help="Refuse a checkpoint without a manifest of digests.")] = False,
+    allow_nonfinite: Annotated[bool, typer.Option(help="Accept NaN and infinity.")] = False,
+    new_run: Annotated[bool, typer.Option(help="Open the next run; VERSION is a step of it.")] = False,
+    manifest: Annotated[bool, typer.Option(help="Write the manifest beside the checkpoint first.")] = False,
+    id: Annotated[str | None, typer.Option(help="Idempotency key; default: a fresh one.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Publish a checkpoint and wait for the receipt."""
+    body: dict[str, Any] = {
+        "path": str(path.resolve()),
+        "version": int(version) if version.isdecimal() else version,
+        "policy": {
+            "in_flight": in_flight.value,
+            "cache": cache.value,
+            "install": install.value,
+            "on_busy": on_busy.value,
+            "allow_narrowing": [_pair(text) for text in narrow or ()],
+            "require_digests": require_digests,
+            "allow_nonfinite": allow_nonfinite,
+            "new_run": new_run,
+        },
+    }
+    body |= {"id": id} if id else {}
+    body |= {"base_version": base} if base else {}
+    with _errors(as_json):
+        if manifest:
+            _write_manifest(path)
+        with _client(url) as client:
+            _finish(_follow(client, body), as_json)
+
+
+@app.command()
+def rollback(
+    to: Annotated[str | None, typer.Option(help="Default: what the fleet offers.")] = None,
+    live: Annotated[str | None, typer.Option(help="Refuse unless this version is live; default: what is.")] = None,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Bring the previous version back."""
+    with _errors(as_json), _client(url) as client:
+        _finish(client.rollback(to, live), as_json)
+
+
+@app.command()
+def status(url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+    """What is live, what a rollback would bring back, and every member."""
+    from updater import cli_views
+
+    with _errors(as_json), _client(url) as client:
+        version, fleet = client.version(), client.fleet()
+        if as_json:
+            cli_views.print_json({"version": version.model_dump(mode="json"), "fleet": fleet.model_dump(mode="json")})
+        else:
+            cli_views.status(version, fleet)
+
+
+@app.command()
+def history(
+    limit: Annotated[int, typer.Option(min=1, max=1000)] = 20, url: Url = DEFAULT_URL, as_json: Json = False
+) -> None:
+    """Past receipts, newest first."""
+    from updater import cli_views
+
+    with _errors(as_json), _client(url) as client:
+        receipts = client.history(limit)
+        if as_json:
+            cli_views.print_json([one.model_dump(mode="json") for one in receipts])
+        else:
+            cli_views.history(receipts)
+
+
+@app.command()
+def manifest(
+    directory: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    check: Annotated[bool, typer.Option(help="Compare with the manifest that is there; write nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write liveweights.manifest.json with the digest of every tensor beside a checkpoint."""
+    from updater import cli_views
+
+    with _errors(as_json):
+        made = _check_manifest(directory) if check else _write_manifest(directory)
+        summary = {"tensors": len(made.tensors), "manifest_digest": made.digest, "digests": made.has_digests}
+        if as_json:
+            cli_views.print_json(summary)
+        else:
+            cli_views.out.print(f"{len(made.tensors)} tensors, manifest {made.digest}")
+
+
+@app.command()
+def inspect(
+    directory: Annotated[Path, typer.Argument(help="Checkpoint folder or file.")],
+    tp: Annotated[int | None, typer.Option(min=1, help="Also say what a rank of TP=N would read.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Files, tensors, bytes, dtypes, and every fault with its place. Exit code 1 if there are faults."""
+    from updater import cli_inspect
+
+    with _errors(as_json):
+        raise typer.Exit(Exit.REFUSED if cli_inspect.run(directory, tp, as_json=as_json) else Exit.OK)
+
+
+@app.command()
+def demo(
+    report: Annotated[Path, typer.Option(help="Where to write the report.")] = Path("demo-report.json"),
+    keep: Annotated[bool, typer.Option(help="Leave checkpoints, journal and logs where they are.")] = False,
+) -> None:
+    """Two live replicas, five publications under load, bad checkpoints, a rollback. Exit code 1 on any mixed reply."""
+    from updater import demo as show
+
+    raise typer.Exit(Exit.OK if show.run(report, keep=keep) else Exit.REFUSED)
+
+
+def _follow(client: Client, body: dict[str, Any]) -> Receipt:
+    """Begin, show the phases as they come, and return the receipt or raise what the outcome says."""
+    from updater import cli_views
+
+    with cli_views.phase_bar(f"version {body['version']}") as show:
+        begun = client.begin(body)
+        for name, data in client.events(begun.id):
+            show(name, data)
+        # Asked again under its id, a finished update answers with its receipt, or the error that embeds it.
+        return client.update({**body, "id": begun.id})
+
+
+def _finish(receipt: Receipt, as_json: bool) -> None:
+    from updater import cli_views
+
+    if as_json:
+        cli_views.print_json(receipt.model_dump(mode="json"))
+    else:
+        cli_views.receipt(receipt)
+
+
+def _write_manifest(directory: Path) -> Any:
+    from transports import manifests
+
+    return _with_bar(directory, "digests", lambda told: manifests.write_manifest(directory, progress=told))
+
+
+def _check_manifest(directory: Path) -> Any:
+    from transports import manifests
+
+    return _with_bar(directory, "comparing", lambda told: manifests.verify_manifest(directory, progress=told))
+
+
+def _with_bar(directory: Path, what: str, work: Callable[[Callable[[int], None]], Any]) -> Any:
+    from updater import cli_views
+
+    total = sum(file.stat().st_size for file in directory.glob("*.safetensors")) if directory.is_dir() else None
+    with cli_views.byte_bar(what, total) as told:
+        return work(told)
+
+
+def _pair(text: str) -> list[str]:
+    source, _, parameter = text.partition(":")
+    if not source or not parameter:
+        raise typer.BadParameter(f"{text!r} is not SOURCE:PARAMETER, for example F32:BF16")
+    return [source.upper(), parameter.upper()]
+
+
+def _option(text: str) -> tuple[str, str | int | float | bool]:
+    """KEY=VALUE with the value read as JSON where it is a number or a boolean."""
+    import json
+
+    key, mark, value = text.partition("=")
+    if not mark or not key:
+        raise typer.BadParameter(f"{text!r} is not KEY=VALUE")
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        parsed = value
+    return key, parsed if isinstance(parsed, str | int | float | bool) else value
+
+
+def main() -> None:
+    """Entry point of the `liveweights` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

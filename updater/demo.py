@@ -1,0 +1,383 @@
+"""The demo: a coordinator, a replica over two ranks and one over one, clients that never stop, and a trainer.
+
+A composition root: it may import everything. It speaks to the fleet only as a trainer and as clients do, over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from updater import cli_views
+from updater.core.errors import LiveweightsError
+from updater.demo_clients import Load, Verdict, judge
+from updater.demo_processes import Child, Children, ProcessFailed, free_port
+from updater.schemas import Receipt
+
+VERSIONS = 6  # five published one after the other, and one more that is first pushed broken, then repaired
+MAX_TOKENS = 24
+REPLIES_EACH = 4  # finished on every replica before the next publication
+MARGIN = 1.0  # of the top logit over the second; below it a step is not compared
+_PREFIXES = (
+    "The lighthouse keeper wrote down every ship that passed: ",
+    "Publish, then verify, then commit, and then: ",
+)
+_ENDINGS = ("the brig", "the sloop at dawn", "nothing today")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One transaction as the table and the report show it. `expected`: whether it ended as the story says."""
+
+    what: str
+    version: str
+    outcome: str
+    expected: bool
+    code: str = ""
+    receipt: Receipt | None = None
+
+
+@dataclass(slots=True)
+class Story:
+    """What the acts share."""
+
+    folder: Path
+    checkpoints: tuple[Path, ...]  # what the engines start on, then one per version
+    url: str
+    load: Load
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def pushed(self) -> Path:
+        return self.folder / "pushed"
+
+
+def run(report: Path, *, keep: bool = False) -> bool:
+    """Show everything, write the report, and say whether all of it went as it must."""
+    folder = Path(tempfile.mkdtemp(prefix="liveweights-demo-"))
+    children = Children(folder)
+    failed = ""
+    try:
+        say("writing seven small checkpoints, and asking plain generate what each of them says")
+        checkpoints = _checkpoints(folder)
+        prompts = [tuple((prefix + ending).encode()) for prefix in _PREFIXES for ending in _ENDINGS]
+        expected = _expected(checkpoints, prompts)
+        say("starting a coordinator, a replica over two ranks and a replica over one")
+        coordinator, replicas = _start(children, folder, checkpoints[0])
+        urls = {child.name: child.url for child in replicas}
+        story = Story(folder, checkpoints, coordinator.url, Load(urls, prompts, MAX_TOKENS))
+        asyncio.run(_play(story))
+        verdict = judge(story.load.replies, expected, margin=MARGIN, max_tokens=MAX_TOKENS)
+    except (ProcessFailed, TimeoutError, LiveweightsError, ExceptionGroup) as error:
+        failed = f"{type(error).__name__}: {error}"
+        for child in children.running:
+            cli_views.err.print(f"--- {child.name}\n{child.tail()}", markup=False)
+    finally:
+        leftovers = children.stop()
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            say(f"kept: {folder}")
+    if failed:
+        cli_views.err.print(f"the demo broke off: {failed}", markup=False, style="red")
+        return False
+    return _conclude(story, verdict, leftovers, report)
+
+
+def say(text: str) -> None:
+    cli_views.err.print(f"[dim]{text}[/dim]", highlight=False)
+
+
+# --- the stage -----------------------------------------------------------------------------------------------------
+
+
+def _checkpoints(folder: Path) -> tuple[Path, ...]:
+    import torch
+
+    from engine_adapter.models import make_versions
+
+    torch.set_num_threads(1)
+    return make_versions(folder / "models", VERSIONS + 1)
+
+
+def _expected(checkpoints: Sequence[Path], prompts: Sequence[tuple[int, ...]]) -> dict[str, list[Any]]:
+    """Version label -> per prompt, what plain generation on that checkpoint says."""
+    from engine_adapter.models import reference_tokens
+
+    labels = ["start", *(f"0-{step}" for step in range(1, VERSIONS + 1))]
+    return {
+        label: [reference_tokens(checkpoint, prompt, MAX_TOKENS) for prompt in prompts]
+        for label, checkpoint in zip(labels, checkpoints, strict=True)
+    }
+
+
+def _start(children: Children, folder: Path, model: Path) -> tuple[Child, list[Child]]:
+    port = free_port()
+    common = ["--root", str(folder)]
+    serve = ["serve", "--port", str(port), "--state", str(folder / "state"), *common]
+    coordinator = children.start("coordinator", serve, port)
+    children.wait_ready(coordinator, "/healthz")
+    replicas = []
+    for name, ranks in (("pair", 2), ("single", 1)):
+        port = free_port()
+        arguments = ["engine", "--model", str(model), "--tp", str(ranks), "--port", str(port), "--replica", name]
+        replicas.append(children.start(name, [*arguments, "--coordinator", coordinator.url, *common], port))
+    for child in replicas:
+        children.wait_ready(child)
+    return coordinator, replicas
+
+
+# --- the play ------------------------------------------------------------------------------------------------------
+
+
+async def _play(story: Story) -> None:
+    clients = asyncio.create_task(story.load.run())
+    try:
+        await story.load.wait_for("start", REPLIES_EACH)
+        for act in (_publish_five, _offer_broken_ones, _ask_again, _repair, _go_back):
+            await act(story)
+    finally:
+        story.load.stop()
+        await clients
+
+
+async def _publish_five(story: Story) -> None:
+    """The first as curl would, by the path of a bare folder; the others from a state dict, with digests."""
+    body = {"id": "first", "version": 1, "path": str(story.checkpoints[1])}
+    await _act(story, "bare folder, drain", "0-1", lambda: _post(story, body), "committed")
+    for step in (2, 3, 4):
+        await _act(story, "state dict, drain", f"0-{step}", _pusher(story, step, {}), "committed")
+    await _act(story, "state dict, abort", "0-5", _pusher(story, 5, {"in_flight": "abort"}), "committed")
+
+
+async def _offer_broken_ones(story: Story) -> None:
+    whole = story.checkpoints[6]
+    for what, spoil, code in (
+        ("truncated", _truncate, "file_truncated"),
+        ("a tensor missing", _drop_tensor, "tensor_missing"),
+        ("K and V swapped", _swap_keys_and_values, "tensor_digest"),
+    ):
+        broken = story.folder / what.replace(" ", "-")
+        await asyncio.to_thread(_spoiled, whole, broken, spoil)
+        outcome = "aborted" if code == "tensor_digest" else "rejected"
+        body = {"version": 6, "path": str(broken)}
+        await _act(story, what, "0-6", _poster(story, body), outcome, code=code, live="0-5")
+
+
+async def _ask_again(story: Story) -> None:
+    first = next(row.receipt for row in story.rows if row.version == "0-1")
+    body = {"id": "first", "version": 1, "path": str(story.checkpoints[1])}
+    again = await _post(story, body)
+    same = again == first and (await _live(story)) == "0-5"
+    story.rows.append(Row("the first request again", "0-1", "same receipt" if same else "ANOTHER EFFECT", same))
+    stale = {"version": 3, "path": str(story.checkpoints[3])}
+    await _act(story, "a stale version", "0-3", _poster(story, stale), "rejected", code="stale_version", live="0-5")
+
+
+async def _repair(story: Story) -> None:
+    """What was refused left its version free: the repaired weights may have it."""
+    await _act(story, "state dict, repaired", "0-6", _pusher(story, 6, {}), "committed")
+
+
+async def _go_back(story: Story) -> None:
+    await _act(story, "rollback", "0-5", lambda: _rollback(story), "committed")
+
+
+async def _act(
+    story: Story,
+    what: str,
+    version: str,
+    call: Callable[[], Awaitable[Receipt]],
+    outcome: str,
+    *,
+    code: str = "",
+    live: str = "",
+) -> None:
+    """Do one transaction, note how it ended, and wait until clients of every replica have seen the result.
+
+    `code`, `live`: of a refusal: its cause, and what must still be live. Such a one must not have paused anything.
+    """
+    try:
+        receipt: Receipt | None = await call()
+        ended, found = "committed", ""
+    except LiveweightsError as error:
+        if error.code == "unreachable":
+            raise
+        receipt = Receipt.model_validate(error.receipt) if error.receipt else None
+        ended, found = type(error).__name__.lower(), error.code
+    now = await _live(story)
+    quiet = receipt is None or receipt.pause is None
+    expected = ended == outcome and found == code and now == (live or version) and (quiet or ended == "committed")
+    story.rows.append(Row(what, version, ended, expected, found, receipt))
+    say(f"{what} {version}: {ended} {found}")
+    await story.load.wait_for(now, REPLIES_EACH)
+
+
+# --- what a trainer says -------------------------------------------------------------------------------------------
+
+
+async def _post(story: Story, body: dict[str, Any]) -> Receipt:
+    from trainer_side import AsyncClient
+
+    async with AsyncClient(story.url, "") as client:
+        return await client.update(body)
+
+
+def _poster(story: Story, body: dict[str, Any]) -> Callable[[], Awaitable[Receipt]]:
+    return lambda: _post(story, body)
+
+
+async def _rollback(story: Story) -> Receipt:
+    from trainer_side import AsyncClient
+
+    async with AsyncClient(story.url, "") as client:
+        return await client.rollback()
+
+
+async def _live(story: Story) -> str:
+    from trainer_side import AsyncClient
+
+    async with AsyncClient(story.url, "") as client:
+        return (await client.version()).version or ""
+
+
+def _pusher(story: Story, step: int, policy: dict[str, str]) -> Callable[[], Awaitable[Receipt]]:
+    """`push(state_dict, version)` as a trainer calls it, in a thread so that the clients stream on."""
+
+    def push() -> Receipt:
+        from safetensors.torch import load_file
+
+        from trainer_side import push
+
+        source = story.checkpoints[step]
+        weights = load_file(source / "model.safetensors")
+        return push(weights, step, url=story.url, token="", directory=story.pushed, config_from=source, policy=policy)
+
+    return lambda: asyncio.to_thread(push)
+
+
+# --- what goes wrong with checkpoints ------------------------------------------------------------------------------
+
+
+def _spoiled(whole: Path, broken: Path, spoil: Callable[[Path], None]) -> None:
+    from transports.manifests import write_manifest
+
+    shutil.copytree(whole, broken)
+    write_manifest(broken)  # of the weights as they should be
+    spoil(broken)
+
+
+def _truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    with open(file, "r+b") as stream:
+        stream.truncate(file.stat().st_size - 1000)
+
+
+def _drop_tensor(folder: Path) -> None:
+    _rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    # A manifest would give it away before the engine's own expectations do.
+    (folder / "liveweights.manifest.json").unlink()
+
+
+def _swap_keys_and_values(folder: Path) -> None:
+    def swap(tensors: dict[str, Any]) -> None:
+        k, v = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv")
+        tensors[k], tensors[v] = tensors[v], tensors[k]
+
+    _rewrite(folder, swap)
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+# --- the end -------------------------------------------------------------------------------------------------------
+
+
+def _conclude(story: Story, verdict: Verdict, leftovers: Sequence[str], report: Path) -> bool:
+    load = story.load
+    unexpected = [row.what for row in story.rows if not row.expected]
+    cli_views.out.print(_table(story.rows))
+    for row in story.rows:
+        if row.receipt and row.receipt.pause:
+            cli_views.out.print(f"{row.version} {row.what}: {cli_views.pause_parts(row.receipt)}", highlight=False)
+    cached = sum(reply.cached_tokens > 0 for reply in load.replies)
+    aborted = sum(reply.finish_reason == "abort" for reply in load.replies)
+    cli_views.out.print(
+        f"{verdict.compared} tokens compared with plain generate, {verdict.left_out} left out (margin below {MARGIN:g})"
+        f"; {cached} replies used shared prefixes, {aborted} were ended early by the update that asked for it"
+    )
+    if load.turned_away:
+        cli_views.out.print(f"turned away while shut: {dict(load.turned_away)}")
+    for fault in (*verdict.mixed[:10], *load.broken[:10], *leftovers):
+        cli_views.err.print(fault, style="red", markup=False)
+    for what in unexpected:
+        cli_views.err.print(f"did not end as it must: {what}", style="red", markup=False)
+    cli_views.out.print(f"[bold]mixed replies: {len(verdict.mixed)} of {verdict.replies}[/bold]")
+    report.write_text(json.dumps(_report(story, verdict), indent=2) + "\n")
+    return not (verdict.mixed or unexpected or load.broken or leftovers) and verdict.compared > 0
+
+
+def _table(rows: Sequence[Row]) -> Any:
+    columns = ("version", "what", "outcome", "code", "proof", "read", "stage ms", "verify ms", "pause ms", "share")
+    lines = []
+    for row in rows:
+        one = row.receipt
+        pause = one.pause.pause_ms if one and one.pause else None
+        share = f"{one.pause_share:.2%}" if one and one.pause_share is not None else ""
+        phases = one.phases_ms if one else {}
+        lines.append(
+            (
+                row.version,
+                row.what,
+                row.outcome,
+                row.code,
+                one.proof if one else "",
+                cli_views.size(one.bytes_read) if one and one.bytes_read else "",
+                cli_views.ms(phases.get("staging")),
+                cli_views.ms(phases.get("verifying")),
+                cli_views.ms(pause),
+                share,
+            )
+        )
+    return cli_views.table("updates", columns, lines, right="read,stage ms,verify ms,pause ms,share")
+
+
+def _report(story: Story, verdict: Verdict) -> dict[str, Any]:
+    return {
+        "replies": verdict.replies,
+        "mixed": len(verdict.mixed),
+        "tokens_compared": verdict.compared,
+        "tokens_left_out": verdict.left_out,
+        "turned_away": dict(story.load.turned_away),
+        "updates": [_report_row(row) for row in story.rows],
+    }
+
+
+def _report_row(row: Row) -> dict[str, Any]:
+    one = row.receipt
+    return {
+        "version": row.version,
+        "what": row.what,
+        "outcome": row.outcome,
+        "code": row.code,
+        "as_expected": row.expected,
+        "kind": one.kind if one else None,
+        "proof": one.proof if one else None,
+        "bytes": one.bytes_read if one else 0,
+        "update_ms": one.update_ms if one else None,
+        "pause_ms": one.pause.pause_ms if one and one.pause else None,
+        "pause": one.pause.model_dump(mode="json") if one and one.pause else None,
+        "phases": one.phases_ms if one else {},
+    }

@@ -1,0 +1,113 @@
+"""Real processes for the demo: started with a log each, waited for by their readiness, stopped without a trace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+READY_S = 120.0
+STOP_S = 30.0
+_POLL_S = 0.05
+
+
+class ProcessFailed(Exception):
+    """A process ended, or did not become ready. The message holds the end of its log."""
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody had a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    name: str
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def tail(self, lines: int = 15) -> str:
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+
+@dataclass(slots=True)
+class Children:
+    """Each child leads a session of its own, so that it and everything it starts can be found again."""
+
+    logs: Path
+    running: list[Child] = field(default_factory=list)
+
+    def start(self, name: str, arguments: Sequence[str], port: int) -> Child:
+        """Run `liveweights <arguments>`."""
+        log = self.logs / f"{name}.log"
+        with open(log, "wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "updater.cli", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=_environment(),
+                start_new_session=True,
+            )
+        child = Child(name, f"http://127.0.0.1:{port}", log, process)
+        self.running.append(child)
+        return child
+
+    def wait_ready(self, child: Child, path: str = "/readyz", deadline_s: float = READY_S) -> None:
+        """Until the path answers 200. Raises ProcessFailed."""
+        until = time.monotonic() + deadline_s
+        with httpx.Client(base_url=child.url, trust_env=False, timeout=2.0) as http:
+            while time.monotonic() < until:
+                if child.process.poll() is not None:
+                    raise ProcessFailed(f"{child.name} ended with {child.process.returncode}\n{child.tail()}")
+                try:
+                    if http.get(path).status_code == 200:
+                        return
+                except httpx.HTTPError:
+                    pass
+                time.sleep(_POLL_S)
+        raise ProcessFailed(f"{child.name} was not ready after {deadline_s:.0f} s\n{child.tail()}")
+
+    def stop(self) -> list[str]:
+        """Ask all to end, in the reverse order of their start; then make them. Returns what had to be made."""
+        forced = []
+        for child in reversed(self.running):
+            if child.process.poll() is None:
+                child.process.send_signal(signal.SIGTERM)
+            try:
+                child.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                forced.append(f"{child.name} did not end within {STOP_S:.0f} s")
+            if _kill_group(child.process.pid):
+                forced.append(f"{child.name} left processes behind")
+            child.process.wait(STOP_S)
+        self.running.clear()
+        return forced
+
+
+def _kill_group(group: int) -> bool:
+    """Kill what is left of a session's process group. True if anything was."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _environment() -> dict[str, str]:
+    """Ours, without settings of another fleet; one thread per process, and no downloads."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("LIVEWEIGHTS_")}
+    return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
