@@ -15,10 +15,12 @@ import sqlite3
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from updater import wire
+from updater.core.effects import Record, RecordKind
 from updater.core.errors import Failure, LiveweightsError
 
 _SCHEMA = """
@@ -28,12 +30,9 @@ CREATE TABLE IF NOT EXISTS requests (
     body TEXT NOT NULL, created REAL NOT NULL, receipt TEXT) STRICT;
 CREATE TABLE IF NOT EXISTS records (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, epoch INTEGER NOT NULL, serial INTEGER NOT NULL, attempt INTEGER NOT NULL,
-    what TEXT NOT NULL CHECK (what IN ('decided', 'published', 'reverted')), version TEXT NOT NULL,
-    detail TEXT NOT NULL, at REAL NOT NULL, UNIQUE (serial, attempt, what)) STRICT;
-CREATE TABLE IF NOT EXISTS members (replica TEXT PRIMARY KEY, url TEXT NOT NULL, detail TEXT NOT NULL) STRICT;
-CREATE TABLE IF NOT EXISTS live (
-    fleet TEXT PRIMARY KEY, version TEXT NOT NULL, digest TEXT NOT NULL, detail TEXT NOT NULL,
-    since REAL NOT NULL) STRICT;
+    kind TEXT NOT NULL, record TEXT NOT NULL, manifest TEXT NOT NULL, at REAL NOT NULL,
+    UNIQUE (serial, attempt, kind)) STRICT;
+CREATE TABLE IF NOT EXISTS members (replica TEXT PRIMARY KEY, url TEXT NOT NULL) STRICT;
 """
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -63,33 +62,17 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """A durable step of one attempt. `what`: decided, published or reverted. `detail`: JSON text."""
-
-    epoch: int
-    serial: int
-    attempt: int
-    what: str
-    version: str
-    detail: str
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
 class Member:
     replica: str
     url: str
-    detail: str
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
-    """What is published. `digest`: content digest; `detail`: JSON text of the owner's choice; `since`: Unix seconds."""
+class Entry:
+    """A durable record and when it was written, in Unix seconds."""
 
-    version: str
-    digest: str
-    detail: str
-    since: float
+    record: Record
+    at: float
 
 
 class Journal:
@@ -99,6 +82,7 @@ class Journal:
         self._fleet = fleet
         self._owner: tuple[int, str] | None = None
         self._broken = ""
+        self._kept = ("", "")
         self._manifests = folder / "manifests"
         with self._guarded():
             self._manifests.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -177,64 +161,63 @@ class Journal:
         rows = self._read(f"SELECT coalesce(max(serial), 0) FROM ({serials})")
         return int(rows[0][0])
 
-    # -- records and what is live
+    # -- records
 
-    def append(self, record: Record, live: Live | None = None) -> None:
-        """Make one record durable, and with it, in the same transaction, what is live from now on.
+    def append(self, record: Record, at: float) -> None:
+        """Make one record durable. One that is already there changes nothing (I7).
 
-        A record that is already there with the same version changes nothing (I7).
+        The manifest, which may be megabytes, is kept as a file of its own and written first.
         """
+        manifest = self.keep_manifest(record.manifest) if record.manifest else ""
+        text = wire.encode(replace(record, manifest="")).decode()
         with self._owned() as db:
             db.execute(
-                "INSERT INTO records (epoch, serial, attempt, what, version, detail, at) VALUES (?, ?, ?, ?, ?, ?, ?) "
-                "ON CONFLICT (serial, attempt, what) DO NOTHING",
-                (
-                    record.epoch,
-                    record.serial,
-                    record.attempt,
-                    record.what,
-                    record.version,
-                    record.detail,
-                    record.at,
-                ),
+                "INSERT INTO records (epoch, serial, attempt, kind, record, manifest, at) VALUES (?, ?, ?, ?, ?, ?, ?) "
+                "ON CONFLICT (serial, attempt, kind) DO NOTHING",
+                (record.epoch, record.serial, record.attempt, record.kind.value, text, manifest, at),
             )
-            if live is not None:
-                self._put_live(db, live)
 
-    def records(self, serial: int | None = None) -> tuple[Record, ...]:
-        """In the order of writing; of one serial or of all."""
-        sql = "SELECT epoch, serial, attempt, what, version, detail, at FROM records"
-        if serial is None:
-            return tuple(Record(*row) for row in self._read(f"{sql} ORDER BY seq"))
-        return tuple(Record(*row) for row in self._read(f"{sql} WHERE serial = ? ORDER BY seq", serial))
+    def entries(self) -> tuple[Entry, ...]:
+        """Every record in the order of writing."""
+        rows = self._read("SELECT record, manifest, at FROM records ORDER BY seq")
+        return tuple(Entry(self._record(text, manifest), at) for text, manifest, at in rows)
 
-    def put_live(self, live: Live) -> None:
-        """For the start version and for an adopted fleet, which no record announces."""
-        with self._owned() as db:
-            self._put_live(db, live)
+    def records(self) -> tuple[Record, ...]:
+        return tuple(entry.record for entry in self.entries())
 
-    def _put_live(self, db: sqlite3.Connection, live: Live) -> None:
-        db.execute(
-            "INSERT OR REPLACE INTO live VALUES (?, ?, ?, ?, ?)",
-            (self._fleet, live.version, live.digest, live.detail, live.since),
+    def last_published(self) -> Entry | None:
+        """What is live, and since when."""
+        rows = self._read(
+            "SELECT record, manifest, at FROM records WHERE kind = ? ORDER BY seq DESC LIMIT 1",
+            RecordKind.PUBLISHED.value,
         )
+        return Entry(self._record(rows[0][0], rows[0][1]), rows[0][2]) if rows else None
 
-    def live(self) -> Live | None:
-        rows = self._read("SELECT version, digest, detail, since FROM live WHERE fleet = ?", self._fleet)
-        return Live(*rows[0]) if rows else None
+    def _record(self, text: str, manifest: str) -> Record:
+        with self._guarded():
+            try:
+                record = wire.decode(Record, text)
+            except wire.WireError as error:
+                raise OSError(f"a record cannot be read: {error}") from error
+        if not manifest:
+            return record
+        kept = self.manifest(manifest)
+        if kept is None:
+            raise JournalFailed(f"manifest {manifest} is missing")
+        return replace(record, manifest=kept)
 
     # -- members
 
     def put_member(self, member: Member) -> None:
         with self._owned() as db:
-            db.execute("INSERT OR REPLACE INTO members VALUES (?, ?, ?)", (member.replica, member.url, member.detail))
+            db.execute("INSERT OR REPLACE INTO members VALUES (?, ?)", (member.replica, member.url))
 
     def remove_member(self, replica: str) -> None:
         with self._owned() as db:
             db.execute("DELETE FROM members WHERE replica = ?", (replica,))
 
     def members(self) -> tuple[Member, ...]:
-        return tuple(Member(*row) for row in self._read("SELECT replica, url, detail FROM members ORDER BY replica"))
+        return tuple(Member(*row) for row in self._read("SELECT replica, url FROM members ORDER BY replica"))
 
     # -- manifests
 
@@ -256,6 +239,15 @@ class Journal:
                 os.fsync(folder)
             finally:
                 os.close(folder)
+
+    def keep_manifest(self, text: str) -> str:
+        """Keep a manifest and return its name. Asked again for the last one, it neither hashes nor writes: an update
+        names its manifest here when it begins, so that nothing of its size is left for the pause."""
+        if text != self._kept[0]:
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            self.put_manifest(digest, text)
+            self._kept = (text, digest)
+        return self._kept[1]
 
     def manifest(self, digest: str) -> str | None:
         path = self._manifest_path(digest)

@@ -31,7 +31,14 @@ class Refusal(Exception):
 
 
 class Unreachable(Exception):
-    """No usable answer: not connected, cut off, too late, or not in our words. The verb may have happened."""
+    """No usable answer: not connected, cut off, too late, or not in our words. The verb may have happened.
+
+    `refused`: nobody listens at the address, so the process that did is gone.
+    """
+
+    def __init__(self, message: str, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 class Participant(Protocol):
@@ -85,7 +92,8 @@ class HttpParticipant:
             async with asyncio.timeout(timeout_s):  # httpx's own limits begin anew with every part
                 status, body = await self._post(verb, wire.encode(request))
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-            raise Unreachable(f"{type(error).__name__}: {error}") from error
+            refused = isinstance(error, httpx.ConnectError)
+            raise Unreachable(f"{type(error).__name__}: {error}", refused) from error
         if status == 200:
             return self._reply(answered, body)
         # A gateway's or a crashed server's 5xx says nothing about the replica unless it is a document of ours.

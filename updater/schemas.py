@@ -149,6 +149,7 @@ class Pause(BaseModel):
     invalidate_ms: float
     publish_ms: float
     resume_ms: float
+    restore_ms: float = 0.0  # taking back and reopening on the old version
 
 
 class Receipt(BaseModel):

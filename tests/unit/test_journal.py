@@ -12,11 +12,37 @@ from pathlib import Path
 
 import pytest
 
-from updater.journal import Journal, JournalFailed, Live, Member, OwnershipLost, Record, Request
+from updater import wire
+from updater.core.effects import Record, RecordKind
+from updater.core.participant import DiskOffer, Kind
+from updater.core.policy import Policy
+from updater.core.version import Version
+from updater.journal import Journal, JournalFailed, Member, OwnershipLost, Request
 
 
-def record(serial: int = 1, what: str = "decided", version: str = "0-7", attempt: int = 1) -> Record:
-    return Record(1, serial, attempt, what, version, "{}", 1.0)
+def record(
+    serial: int = 1, kind: RecordKind = RecordKind.DECIDED, step: int = 7, attempt: int = 1, manifest: str = ""
+) -> Record:
+    return Record(
+        kind,
+        epoch=1,
+        serial=serial,
+        attempt=attempt,
+        update="a",
+        body_hash="hash",
+        op=Kind.UPDATE,
+        version=Version(0, step),
+        digest="d",
+        manifest_digest="m",
+        members=(("r1", "i1"),),
+        offer=DiskOffer("/ckpts/v7"),
+        manifest=manifest,
+        policy=Policy(allow_narrowing=(("F32", "BF16"),)),
+    )
+
+
+def kinds(journal: Journal) -> list[str]:
+    return [entry.kind.value for entry in journal.records()]
 
 
 def request(name: str = "a", serial: int = 1) -> Request:
@@ -39,15 +65,15 @@ def test_epochs_grow_above_what_is_recorded_and_what_members_report(tmp_path: Pa
 
 def test_a_coordinator_that_wakes_up_after_another_took_over_can_append_nothing(tmp_path: Path) -> None:
     frozen = owned(tmp_path, "frozen")
-    frozen.append(record())
+    frozen.append(record(), 1.0)
     awake = owned(tmp_path, "awake")
     with pytest.raises(OwnershipLost):
-        frozen.append(record(what="published"))
-    assert [entry.what for entry in awake.records()] == ["decided"]
+        frozen.append(record(kind=RecordKind.PUBLISHED), 2.0)
+    assert kinds(awake) == ["decided"]
     # It stays dead: nothing that it does afterwards counts, not even a read.
     with pytest.raises(JournalFailed):
         frozen.records()
-    awake.append(record(what="published"))
+    awake.append(record(kind=RecordKind.PUBLISHED), 2.0)
 
 
 def test_of_two_that_claim_at_once_one_loses(tmp_path: Path) -> None:
@@ -71,33 +97,43 @@ def test_of_two_that_claim_at_once_one_loses(tmp_path: Path) -> None:
     with pytest.raises(OwnershipLost):
         late.claim("late")
     assert taken == [2]
-    early.append(record())
+    early.append(record(), 1.0)
 
 
 def test_nothing_is_written_without_a_claim(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "fleet")
     with pytest.raises(OwnershipLost):
-        journal.append(record())
+        journal.append(record(), 1.0)
     assert Journal(tmp_path, "fleet").records() == ()
 
 
 def test_a_repeated_record_changes_nothing(tmp_path: Path) -> None:
     journal = owned(tmp_path)
-    journal.append(record())
-    journal.append(record(version="0-8"))
-    assert [(entry.what, entry.version) for entry in journal.records(1)] == [("decided", "0-7")]
+    journal.append(record(), 1.0)
+    journal.append(record(step=8), 2.0)
+    assert [(entry.record.version.step, entry.at) for entry in journal.entries()] == [(7, 1.0)]
 
 
-def test_live_changes_in_the_transaction_of_published_or_not_at_all(tmp_path: Path) -> None:
+def test_a_record_comes_back_whole_with_its_manifest_from_a_file(tmp_path: Path) -> None:
     journal = owned(tmp_path)
-    journal.put_live(Live("0-6", "d6", "{}", 1.0))
-    bad = Record(1, 1, 1, "no such record", "0-7", "{}", 1.0)
+    written = record(manifest='{"tensors":[]}')
+    journal.append(written, 1.0)
+    assert journal.records() == (written,)
+    assert journal.last_published() is None
+    journal.append(record(kind=RecordKind.PUBLISHED), 2.0)
+    journal.append(record(serial=2, step=8), 3.0)
+    found = journal.last_published()
+    assert found is not None
+    assert (found.record.version, found.at) == (Version(0, 7), 2.0)
+
+
+def test_a_record_without_its_manifest_is_a_failed_journal(tmp_path: Path) -> None:
+    journal = owned(tmp_path)
+    journal.append(record(manifest="{}"), 1.0)
+    for path in (tmp_path / "manifests").iterdir():
+        path.unlink()
     with pytest.raises(JournalFailed):
-        journal.append(bad, Live("0-7", "d7", "{}", 2.0))
-    again = owned(tmp_path)
-    assert again.live() == Live("0-6", "d6", "{}", 1.0)
-    again.append(record(what="published"), Live("0-7", "d7", "{}", 2.0))
-    assert again.live() == Live("0-7", "d7", "{}", 2.0)
+        journal.records()
 
 
 def test_requests_members_and_receipts_come_back(tmp_path: Path) -> None:
@@ -105,9 +141,9 @@ def test_requests_members_and_receipts_come_back(tmp_path: Path) -> None:
     journal.add_request(request("a", 1))
     journal.add_request(request("b", 2))
     journal.put_receipt("a", '{"outcome":"committed"}')
-    journal.put_member(Member("r1", "http://127.0.0.1:1", "{}"))
-    journal.put_member(Member("r1", "http://127.0.0.1:2", "{}"))
-    journal.put_member(Member("r0", "http://127.0.0.1:3", "{}"))
+    journal.put_member(Member("r1", "http://127.0.0.1:1"))
+    journal.put_member(Member("r1", "http://127.0.0.1:2"))
+    journal.put_member(Member("r0", "http://127.0.0.1:3"))
     journal.close()
     again = Journal(tmp_path, "fleet")
     assert again.last_serial() == 2
@@ -132,7 +168,7 @@ def test_any_error_ends_the_journal(tmp_path: Path) -> None:
     journal = owned(tmp_path)
     with pytest.raises(JournalFailed):
         journal.put_receipt("no such request", "{}")
-    for call in (journal.records, journal.live, journal.members, lambda: journal.append(record())):
+    for call in (journal.records, journal.last_published, journal.members, lambda: journal.append(record(), 1.0)):
         with pytest.raises(JournalFailed):
             call()
     assert owned(tmp_path).records() == ()
@@ -140,12 +176,12 @@ def test_any_error_ends_the_journal(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_a_failed_journal_and_leaves_the_old_content(tmp_path: Path) -> None:
     journal = owned(tmp_path)
-    journal.append(record())
+    journal.append(record(), 1.0)
     pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
     journal._db.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(JournalFailed):
-        journal.put_member(Member("r1", "http://127.0.0.1:1", "x" * 100_000))
-    assert [entry.what for entry in Journal(tmp_path, "fleet").records()] == ["decided"]
+        journal.put_member(Member("r1", "x" * 100_000))
+    assert kinds(Journal(tmp_path, "fleet")) == ["decided"]
 
 
 def test_manifests_are_named_by_their_digest(tmp_path: Path) -> None:
@@ -179,19 +215,21 @@ def test_what_was_appended_survives_a_process_that_dies_at_once(tmp_path: Path) 
     """The process ends without closing anything, between its second append and a third that was never committed."""
     program = """
         import os, sys
+        from dataclasses import replace
         from pathlib import Path
-        from updater.journal import Journal, Live, Record
-        journal = Journal(Path(sys.argv[1]), "fleet")
+        from updater import wire
+        from updater.core.effects import Record, RecordKind
+        from updater.journal import Journal
+        journal, record = Journal(Path(sys.argv[1]), "fleet"), wire.decode(Record, sys.argv[2])
         journal.claim("one")
-        journal.append(Record(1, 1, 1, "decided", "0-7", "{}", 1.0))
-        journal.append(Record(1, 1, 1, "published", "0-7", "{}", 2.0), Live("0-7", "d", "{}", 2.0))
+        journal.append(record, 1.0)
+        journal.append(replace(record, kind=RecordKind.PUBLISHED), 2.0)
         journal._db.execute("BEGIN IMMEDIATE")
         journal._db.execute("DELETE FROM records")
         os.kill(os.getpid(), 9)
     """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], env=os.environ, timeout=60)
-    assert ended.returncode == -9
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path), wire.encode(record()).decode()]
+    assert subprocess.run(command, env=os.environ, timeout=60).returncode == -9
     journal = owned(tmp_path, "two")
-    assert [entry.what for entry in journal.records()] == ["decided", "published"]
-    assert journal.live() == Live("0-7", "d", "{}", 2.0)
+    assert kinds(journal) == ["decided", "published"]
     assert journal.epoch() == 2

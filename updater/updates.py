@@ -1,0 +1,171 @@
+"""The updates that run, as the coordinator's clients see them: state, lease, watchers, and the receipt at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from updater.clock import Clock, Timer
+from updater.core.effects import Outcome, Result
+from updater.core.participant import Kind, PlanReply, VerifyReply
+from updater.schemas import FailureBody, MemberState, Receipt, UpdateState
+from updater.timeline import Timeline
+
+#: What one watcher may fall behind before it is cut off.
+WATCH_LIMIT = 1000
+
+
+class Lease:
+    """A client's promise to come back. Checked when a message is handled, not only by its timer."""
+
+    def __init__(self, clock: Clock, seconds: float, expired: Callable[[], None]) -> None:
+        self._clock, self._seconds, self._expired = clock, seconds, expired
+        self._end = 0.0
+        self._timer: Timer | None = None
+        self.renew()
+
+    def renew(self) -> None:
+        self.cancel()
+        self._end = self._clock.now() + self._seconds
+        self._timer = self._clock.call_later(self._seconds, self._expired)
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def left(self) -> float:
+        """Seconds until it ends, 0 when it has."""
+        return max(0.0, self._end - self._clock.now())
+
+
+@dataclass(slots=True, eq=False)
+class Update:
+    """One update in flight. `done` is set when `receipt` is there and durable, or the coordinator stopped."""
+
+    id: str
+    body_hash: str
+    body: str
+    kind: Kind
+    version: str
+    created: float  # wall clock
+    timeline: Timeline
+    serial: int = 0
+    attempt: int = 0
+    phase: str = "queued"
+    lease: Lease | None = None
+    receipt: Receipt | None = None
+    plans: dict[str, PlanReply] = field(default_factory=dict)
+    observed: dict[str, str] = field(default_factory=dict)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    watchers: set[asyncio.Queue[tuple[str, dict[str, Any]] | None]] = field(default_factory=set)
+
+    def heard(self, replica: str, reply: Any) -> None:
+        """Keep what a reply says and the machine does not carry to the end."""
+        if isinstance(reply, PlanReply):
+            self.plans[replica] = reply
+        elif isinstance(reply, VerifyReply):
+            self.observed[replica] = reply.observed
+
+    def state(self, now: float) -> UpdateState:
+        return UpdateState(
+            id=self.id,
+            serial=self.serial,
+            kind=self.kind.value,
+            version=self.version,
+            phase=self.phase,
+            attempt=self.attempt,
+            lease_left_s=self.lease.left if self.lease is not None else None,
+            phases_ms=self.timeline.phases_ms(now),
+            receipt=self.receipt,
+        )
+
+    def tell(self, name: str, data: dict[str, Any]) -> None:
+        """An event for everybody who watches. Whoever does not keep up is let go."""
+        for watcher in list(self.watchers):
+            if watcher.qsize() >= WATCH_LIMIT:
+                self.watchers.discard(watcher)
+                watcher.put_nowait(None)
+            else:
+                watcher.put_nowait((name, data))
+
+    def end(self, receipt: Receipt | None) -> None:
+        """The last word: the receipt, or None when the coordinator stops."""
+        self.receipt = receipt
+        if self.lease is not None:
+            self.lease.cancel()
+        if receipt is not None:
+            self.phase = "ended"
+            self.tell("receipt", receipt.model_dump(mode="json"))
+        for watcher in self.watchers:
+            watcher.put_nowait(None)
+        self.watchers.clear()
+        self.done.set()
+
+
+def receipt_of(
+    update: Update, result: Result, members: Mapping[str, MemberState], now: float, ended_at: float
+) -> Receipt:
+    """The receipt of an update that just ended. `members`: the coordinator's view of each, before this result."""
+    update.timeline.leave(now)
+    pause = update.timeline.pause()
+    update_ms = 1e3 * (now - update.timeline.started)
+    plans = update.plans.values()
+    return Receipt(
+        id=update.id,
+        serial=update.serial or result.serial,
+        kind=result.kind.value,
+        outcome=result.outcome.value,
+        reason=result.reason or None,
+        failures=[failure_body(failure) for failure in result.failures],
+        version=str(result.version) if result.version is not None else update.version,
+        live_version=str(result.live.version) if result.live is not None else None,
+        rollback_to=str(result.rollback_to.version) if result.rollback_to is not None else None,
+        manifest_digest=result.manifest_digest,
+        observed=dict(update.observed),
+        proof=_proof(result.proof),
+        install=next((plan.install.value for plan in plans), ""),
+        bytes_read=result.bytes_read,
+        tensors=max((plan.tensors for plan in plans), default=0),
+        tensors_changed=result.tensors_changed,
+        warnings=list(dict.fromkeys([*(line for plan in plans for line in plan.warnings), *result.warnings])),
+        attempts=result.attempts,
+        phases_ms=update.timeline.phases_ms(now),
+        pause=pause,
+        update_ms=round(update_ms, 3),
+        pause_share=round(pause.pause_ms / update_ms, 6) if pause is not None and update_ms > 0 else None,
+        members=[_after(members[fact.replica], fact.standing, result) for fact in result.members],
+        started_at=update.created,
+        ended_at=ended_at,
+    )
+
+
+def _after(member: MemberState, standing: str, result: Result) -> MemberState:
+    """A member as the result leaves it: whoever stands `ok` has acknowledged the reopening."""
+    if standing != "ok":
+        return member.model_copy(update={"state": standing})
+    live = result.live
+    changes: dict[str, Any] = {"state": "open"}
+    if live is not None:
+        changes |= {"live_version": str(live.version), "live_digest": live.digest}
+    if result.outcome is Outcome.COMMITTED and result.rollback_to is not None:
+        changes |= {"spare": "previous", "spare_version": str(result.rollback_to.version)}
+    return member.model_copy(update=changes)
+
+
+def failure_body(failure: Any) -> FailureBody:
+    """A core `Failure` as the API shows it."""
+    return FailureBody(
+        code=failure.code,
+        message=failure.message,
+        replica=failure.replica,
+        rank=failure.rank,
+        tensor=failure.tensor,
+        file=failure.file,
+    )
+
+
+def _proof(text: str) -> Any:
+    return text if text in ("digests", "structure_only") else ""
