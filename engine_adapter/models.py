@@ -62,7 +62,7 @@ class ModelShape:
     kv_heads: int = 2
     head_dim: int = 16
     intermediate: int = 128
-    vocab: int = 257
+    vocab: int = 260  # the head is split over 2 or 4 ranks
     experts: int = 4
     tied: bool = False
 
