@@ -1,0 +1,123 @@
+"""The arrows between the packages, and what importing a part may load."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("updater", "transports", "engine_adapter", "trainer_side")
+
+#: package -> what it may import of ours, besides itself. A prefix covers what lies under it.
+ALLOWED = {
+    "updater": (),
+    "transports": ("updater.core", "updater.manifest", "updater.names", "updater.wire"),
+    "engine_adapter": (
+        "transports",
+        "updater.core",
+        "updater.manifest",
+        "updater.names",
+        "updater.wire",
+        "updater.http",
+        "updater.security",
+    ),
+    "trainer_side": (
+        "transports",
+        "updater.core",
+        "updater.manifest",
+        "updater.names",
+        "updater.wire",
+        "updater.http",
+        "updater.schemas",
+    ),
+}
+#: Composition roots: they put the parts together and may import everything.
+ROOTS = {"updater.cli", "updater.cli_inspect", "updater.demo"}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import, also inside functions. `from a import b` counts as `a.b`, which may be a name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def crossings(module: str, path: Path) -> list[str]:
+    package = module.split(".")[0]
+    found = []
+    for line, target in imports(path):
+        home = target.split(".")[0]
+        if home not in PACKAGES or home == package:
+            continue
+        if not any(target == prefix or target.startswith(f"{prefix}.") for prefix in ALLOWED[package]):
+            found.append(f"{path.relative_to(ROOT)}:{line} imports {target}")
+    return found
+
+
+def test_packages_import_only_along_the_arrows() -> None:
+    found = [line for module, path in modules() if module not in ROOTS for line in crossings(module, path)]
+    assert found == []
+
+
+def test_nothing_but_the_entry_point_imports_a_composition_root() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line} imports {target}"
+        for module, path in modules()
+        if module not in ROOTS
+        for line, target in imports(path)
+        if any(target == root or target.startswith(f"{root}.") for root in ROOTS)
+    ]
+    assert found == []
+
+
+def test_core_imports_the_standard_library_only() -> None:
+    found = [
+        f"{module}:{line} imports {target}"
+        for module, path in modules()
+        if module.startswith("updater.core")
+        for line, target in imports(path)
+        if not target.startswith("updater.core") and target.split(".")[0] not in sys.stdlib_module_names
+    ]
+    assert found == []
+
+
+def test_the_check_sees_a_forbidden_import(tmp_path: Path) -> None:
+    path = ROOT / "transports" / "base.py"
+    spoiled = tmp_path / "base.py"
+    spoiled.write_text(path.read_text() + "\ndef late() -> None:\n    from updater import coordinator\n")
+    assert [target for _line, target in imports(spoiled) if target == "updater.coordinator"] == ["updater.coordinator"]
+    assert not any("updater.coordinator".startswith(prefix) for prefix in ALLOWED["transports"])
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("updater.core", ("torch", "asyncio", "pydantic")),
+        ("updater.core.fleet", ("torch", "asyncio", "pydantic")),
+        ("updater.core.replica", ("torch", "asyncio", "pydantic")),
+        ("updater.cli", ("torch", "transformers", "ray", "fastapi", "uvicorn")),
+        ("updater.service", ("torch", "transformers", "ray")),
+        ("trainer_side.client", ("torch", "transformers", "ray")),
+        ("engine_adapter.front", ("torch", "transformers", "ray")),
+    ],
+)
+def test_importing_is_light(module: str, absent: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print(*(name for name in {absent!r} if name in sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == []
