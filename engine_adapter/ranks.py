@@ -173,6 +173,10 @@ class RankPool:
             raise Aborted(*failures)
         return call.result()
 
+    def tell_first(self, verb: str, request: Any) -> None:
+        """Sent to rank 0 before this returns; nobody waits for the answer."""
+        self._ranks[0].call(next(self._numbers), verb, request).add_done_callback(_forget)
+
     async def _gather(
         self, verb: str, requests: Sequence[Any], calls: Sequence[asyncio.Future[Any]], deadline_s: float
     ) -> list[Failure]:

@@ -1,0 +1,250 @@
+"""One replica from start to end: `liveweights engine`. A composition root.
+
+The HTTP face comes up first (shut), then the ranks load, then the start checkpoint is replayed and proved, then the
+front asks its coordinator to admit it. SIGTERM and Ctrl-C undo all of it and leave no process behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvicorn
+
+from engine_adapter.admission import Gate, Limits
+from engine_adapter.base import GenerateRequest, TokenEvent
+from engine_adapter.control_messages import CancelRequest
+from engine_adapter.fleet_client import FleetClient
+from engine_adapter.front import Front, Identity
+from engine_adapter.rank_work import Deadlines, RankWork
+from engine_adapter.ranks import PoolSettings, RankPool
+from engine_adapter.replica_app import ReplicaFace, make_app
+from engine_adapter.tokens import ModelText
+from updater.core.errors import Failure, LiveweightsError
+from updater.core.participant import Fence, JoinRequest
+from updater.core.replica_state import started
+from updater.core.version import START
+from updater.security import Tokens, check_bind
+
+_log = logging.getLogger("liveweights.front")
+
+#: `--engine` names; anything with a colon is a factory of somebody else's, `package.module:function`.
+ENGINES = {
+    "transformers": "engine_adapter.transformers.engine:build",
+    "toy": "engine_adapter.testing:build_toy",
+}
+STANDALONE = "standalone"
+SUBMIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    """What one replica is started with. `roots`: folders that sources may lie under, beside the model's own.
+
+    `coordinator` empty: the replica opens by itself and no publication can reach it. `port` 0: any free one.
+    """
+
+    model: Path
+    tp: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8800
+    coordinator: str = ""
+    replica: str = ""
+    roots: tuple[Path, ...] = ()
+    factory: str = ENGINES["transformers"]
+    options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    tokens: Tokens = field(default_factory=Tokens)
+    limits: Limits = field(default_factory=Limits)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    start_s: float = 300.0
+    stop_s: float = 10.0
+    logs: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_bind(self.host, self.tokens)
+
+
+def settings(
+    *,
+    model: Path,
+    tp: int = 1,
+    host: str = "127.0.0.1",
+    port: int = 8800,
+    coordinator: str = "",
+    replica: str = "",
+    roots: tuple[Path, ...] = (),
+    engine: str = "transformers",
+    options: Mapping[str, str | int | float | bool] | None = None,
+) -> FrontSettings:
+    """From the command line; tokens from the environment. Raises LiveweightsError for an engine nobody knows."""
+    factory = ENGINES.get(engine, engine if ":" in engine else "")
+    if not factory:
+        raise LiveweightsError(Failure("bad_request", f"no engine {engine!r}; known: {', '.join(sorted(ENGINES))}"))
+    return FrontSettings(
+        model=model,
+        tp=tp,
+        host=host,
+        port=port,
+        coordinator=coordinator,
+        replica=replica,
+        roots=roots,
+        factory=factory,
+        options=dict(options or {}),
+        tokens=Tokens.from_env(),
+    )
+
+
+def run_engine(wanted: FrontSettings) -> int:
+    """Runs until SIGTERM or Ctrl-C. Returns 0 after a clean stop, 1 if the replica could not start."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+    async def run() -> int:
+        replica = Replica(wanted)
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        return await replica.run(stop)
+
+    return asyncio.run(run())
+
+
+class _Server(uvicorn.Server):
+    """Signals are the replica's: the order of stopping matters."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _PoolEngine:
+    """The gate's view of the ranks."""
+
+    def __init__(self, pool: RankPool) -> None:
+        self._pool = pool
+
+    async def submit(self, request: GenerateRequest) -> None:
+        await self._pool.call_first("submit", request, deadline_s=SUBMIT_S)
+
+    def cancel(self, request_id: str) -> None:
+        self._pool.tell_first("cancel_request", CancelRequest(request_id))
+
+
+class Replica:
+    """One life of a front and its ranks, for one event loop."""
+
+    def __init__(self, wanted: FrontSettings) -> None:
+        self.settings = wanted
+        self.incarnation = secrets.token_hex(8)
+        self._socket = socket.create_server((wanted.host, wanted.port))
+        self.port: int = self._socket.getsockname()[1]
+        self.name = wanted.replica or f"{wanted.host}-{self.port}"
+        model = str(wanted.model.resolve())
+        self.pool = RankPool(
+            PoolSettings(wanted.factory, model, wanted.tp, wanted.options, wanted.logs, wanted.start_s),
+            on_tokens=self._on_tokens,
+            on_death=self._on_death,
+        )
+        self.gate = Gate(_PoolEngine(self.pool), wanted.limits)
+        roots = tuple(str(root.resolve()) for root in wanted.roots)
+        self.work = RankWork(self.pool, self.gate, model, roots, wanted.deadlines)
+        self.face = ReplicaFace(self.name, self.gate)
+        text = ModelText.load(wanted.model, Path(model).name)
+        app = make_app(self.face, self.gate, text, wanted.tokens)
+        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2)
+        self.server = _Server(config)
+        self.joined = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.settings.host}:{self.port}"
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Serve until `stop` is set. On return no process and no socket of this replica is left."""
+        serving = asyncio.create_task(self.server.serve(sockets=[self._socket]))
+        fleet = self._fleet()
+        joining = asyncio.create_task(self._start_and_join(fleet))
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({joining, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if joining.done() and joining.result():
+                await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+            clean = stopping.done()
+        finally:
+            await self._stop(joining, stopping, serving, fleet)
+        return 0 if clean else 1
+
+    def _fleet(self) -> FleetClient | None:
+        wanted = self.settings
+        if not wanted.coordinator:
+            return None
+        return FleetClient(wanted.coordinator, self.name, self.url, wanted.tokens.admin)
+
+    async def _start_and_join(self, fleet: FleetClient | None) -> bool:
+        """False: this replica cannot serve, and why was logged."""
+        try:
+            front = await self._start_front()
+            if fleet is None:
+                await self._open_alone(front)
+        except LiveweightsError as error:
+            self.face.failure = error.failures[0]
+            _log.error("the replica cannot start: %s", error)
+            return False
+        if fleet is not None:
+            await fleet.register(front.reopened.is_set)
+        self.joined.set()
+        return True
+
+    async def _start_front(self) -> Front:
+        hellos = await self.pool.start()
+        _log.info("%s: %d ranks loaded %s", self.name, len(hellos), self.settings.model)
+        digest = await self.work.replay_start()
+        identity = Identity(self.url, str(self.settings.model), hellos)
+        front = Front(started(self.name, self.incarnation, str(START), digest), identity, self.work, self.gate)
+        self.face.front = front
+        _log.info("%s: start checkpoint proved, digest %s", self.name, digest[:16])
+        return front
+
+    async def _open_alone(self, front: Front) -> None:
+        live = front.state.live
+        fence = Fence(STANDALONE, 1, 0, 0, self.incarnation)
+        await front.ask("join", JoinRequest(fence, live.version, live.digest))
+
+    async def _stop(
+        self,
+        joining: asyncio.Task[bool],
+        stopping: asyncio.Task[bool],
+        serving: asyncio.Task[None],
+        fleet: FleetClient | None,
+    ) -> None:
+        joining.cancel()
+        stopping.cancel()
+        await asyncio.gather(joining, stopping, return_exceptions=True)
+        if self.face.front is not None:
+            await self.face.front.stop()
+        if fleet is not None:
+            await fleet.leave(self.settings.stop_s)
+            await fleet.close()
+        await self.pool.stop(self.settings.stop_s)
+        self.server.should_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
+        self._socket.close()
+
+    def _on_tokens(self, event: TokenEvent) -> None:
+        self.gate.on_tokens(event)
+
+    def _on_death(self, failure: Failure) -> None:
+        front = self.face.front
+        if front is not None:
+            front.rank_died(failure)
+        else:
+            self.face.failure = failure
+            self.gate.break_down(failure)

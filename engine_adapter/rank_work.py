@@ -1,0 +1,319 @@
+"""What the front lets all ranks do for one verb, and what must agree between them before the verb counts as done.
+
+Every method raises `LiveweightsError` with the rank named; the front turns that into the machine's `Failed`. State
+kept here is per serial and only what the ranks answered: plans, cuts, the install mode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine_adapter.admission import Gate
+from engine_adapter.control_messages import Label, StartServing
+from engine_adapter.placement.atoms import Combined, combine, make_cuts
+from engine_adapter.placement.coverage import check_sources
+from engine_adapter.rank_messages import (
+    RankAudit,
+    RankAuditReply,
+    RankCheckPrevious,
+    RankDiscard,
+    RankInstall,
+    RankInvalidate,
+    RankInvalidateReply,
+    RankPause,
+    RankPauseReply,
+    RankPlan,
+    RankPlanReply,
+    RankRestore,
+    RankResume,
+    RankStage,
+    RankStageReply,
+    RankVerify,
+    RankVerifyReply,
+    TensorCuts,
+)
+from engine_adapter.ranks import RankPool
+from updater.core.errors import Aborted, Failure, Rejected, refuse
+from updater.core.participant import (
+    FenceRequest,
+    InvalidateRequest,
+    Kind,
+    PauseReply,
+    PauseRequest,
+    PlanReply,
+    PlanRequest,
+    ResumeRequest,
+    StageReply,
+    StageRequest,
+    VerifyReply,
+    VerifyRequest,
+)
+from updater.core.policy import CachePolicy, InstallMode, Policy
+from updater.core.version import START
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds that one fan-out to all ranks may take; staging, verifying and pausing bring their own."""
+
+    plan_s: float = 120.0
+    commit_s: float = 30.0  # install, restore, invalidate, resume: milliseconds of work
+    discard_s: float = 60.0  # waits for a cancelled stage to end
+    start_s: float = 600.0
+    audit_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What planning left behind for staging and verifying."""
+
+    request: PlanRequest | None  # None: the replay of the start checkpoint
+    replies: tuple[RankPlanReply, ...]
+    cuts: tuple[TensorCuts, ...]
+    install: InstallMode
+
+
+class RankWork:
+    """One replica's ranks as one thing."""
+
+    def __init__(
+        self, pool: RankPool, gate: Gate, model: str, roots: tuple[str, ...], deadlines: Deadlines | None = None
+    ) -> None:
+        self._pool = pool
+        self._gate = gate
+        self._model = model
+        self._roots = roots
+        self._deadlines = deadlines or Deadlines()
+        self._planned: Planned | None = None
+
+    # --- start
+
+    async def replay_start(self) -> str:
+        """Admit the placement: the start checkpoint, replayed, must give the live bytes. Returns its content digest."""
+        deadline = self._deadlines.start_s
+        plan = RankPlan(serial=0, path=self._model, roots=(self._model, *self._roots), manifest="", start=True)
+        planned = await self._fan_out_plan(plan, None, InstallMode.AUTO)
+        await self._pool.call("stage", RankStage(0, deadline), deadline_s=deadline)
+        combined, verified = await self._verify(planned, 0, deadline)
+        differing = [
+            Failure(
+                "placement_refused", "the replayed start checkpoint differs from the live bytes", rank=rank, tensor=name
+            )
+            for rank, reply in enumerate(verified)
+            for name in reply.differs_from_live
+        ]
+        if differing:
+            raise Rejected(*differing)
+        await self._pool.call("discard", RankDiscard(0), deadline_s=self._deadlines.discard_s)
+        await self._pool.call("start", StartServing(str(START), combined.observed), deadline_s=deadline)
+        self._planned = None
+        return combined.observed
+
+    async def join(self, version: str, digest: str) -> None:
+        """The live bytes are the fleet's: carry its label from now on."""
+        deadline = self._deadlines.commit_s
+        await self._pool.call("label", Label(version, digest, deadline), deadline_s=deadline)
+
+    # --- the transaction
+
+    async def plan(self, request: PlanRequest) -> PlanReply:
+        began = time.monotonic()
+        capabilities = self._pool.hellos[0].capabilities
+        policy = Policy(in_flight=request.in_flight, cache=request.cache, install=request.install)
+        transport = request.offer.kind if request.offer is not None else "disk"
+        unsupported = capabilities.refuses(policy, transport)
+        if unsupported is not None:
+            raise refuse("mode_unsupported", f"this engine does not support {unsupported}")
+        install = capabilities.install[0] if request.install is InstallMode.AUTO else request.install
+        if request.kind is Kind.ROLLBACK:
+            self._planned = Planned(request, (), (), install)
+            return PlanReply(request.fence, "", 0, 0, install, seconds=time.monotonic() - began)
+        if request.offer is None:
+            raise refuse("bad_request", "an update needs an offer")
+        rank_plan = RankPlan(
+            serial=request.fence.serial,
+            path=request.offer.path,
+            roots=self._roots,
+            manifest=request.manifest,
+            allow_narrowing=request.allow_narrowing,
+            allow_nonfinite=request.allow_nonfinite,
+        )
+        planned = await self._fan_out_plan(rank_plan, request, install)
+        first = planned.replies[0]
+        if request.require_digests and not all(tensor.digest for tensor in first.tensors):
+            raise refuse("manifest_required", "the policy requires digests, and the source brings none or not all")
+        self._planned = planned
+        return PlanReply(
+            fence=request.fence,
+            manifest_digest=first.manifest_digest,
+            tensors=len(first.tensors),
+            bytes_to_read=sum(reply.bytes_to_read for reply in planned.replies),
+            install=install,
+            warnings=_warnings(planned.replies),
+            seconds=time.monotonic() - began,
+        )
+
+    async def _fan_out_plan(self, plan: RankPlan, request: PlanRequest | None, install: InstallMode) -> Planned:
+        replies: list[RankPlanReply] = await self._pool.call("plan", plan, deadline_s=self._deadlines.plan_s)
+        if len({reply.manifest_digest for reply in replies}) > 1:
+            raise refuse("source_changed", "the ranks did not see the same manifest")
+        tensors, boxes = replies[0].tensors, [reply.boxes for reply in replies]
+        failures = check_sources(tensors, boxes)
+        if failures:
+            raise Rejected(*failures)
+        return Planned(request, tuple(replies), make_cuts(tensors, boxes), install)
+
+    async def stage(self, request: StageRequest) -> StageReply:
+        began = time.monotonic()
+        planned = self._planned_for(request.fence.serial)
+        if planned.request is not None and planned.request.kind is Kind.ROLLBACK:
+            return StageReply(request.fence, 0, 0.0)
+        replies: list[RankStageReply] = await self._pool.call(
+            "stage", RankStage(request.fence.serial, request.deadline_s), deadline_s=request.deadline_s
+        )
+        return StageReply(request.fence, sum(reply.bytes_read for reply in replies), time.monotonic() - began)
+
+    async def verify(self, request: VerifyRequest) -> VerifyReply:
+        began = time.monotonic()
+        serial = request.fence.serial
+        planned = self._planned_for(serial)
+        plan = planned.request
+        if plan is not None and plan.kind is Kind.ROLLBACK:
+            check = RankCheckPrevious(serial, plan.version, plan.digest)
+            await self._pool.call("check_previous", check, deadline_s=request.deadline_s)
+            return VerifyReply(request.fence, plan.digest, "digests", 0, seconds=time.monotonic() - began)
+        combined, _ = await self._verify(planned, serial, request.deadline_s)
+        if plan is not None and plan.kind is Kind.CATCH_UP and combined.observed != plan.digest:
+            raise refuse("tensor_digest", f"caught up to {combined.observed[:16]}, the fleet serves {plan.digest[:16]}")
+        return VerifyReply(
+            fence=request.fence,
+            observed=combined.observed,
+            proof=combined.proof,
+            tensors_changed=combined.changed,
+            warnings=combined.warnings,
+            seconds=time.monotonic() - began,
+        )
+
+    async def _verify(self, planned: Planned, serial: int, deadline_s: float) -> tuple[Combined, list[RankVerifyReply]]:
+        """What the spares of all ranks hold together, and what each said. Raises Rejected with every mismatch."""
+        message = RankVerify(serial, planned.cuts, deadline_s)
+        replies: list[RankVerifyReply] = await self._pool.call("verify", message, deadline_s=deadline_s)
+        first = planned.replies[0]
+        combined = combine(first.tensors, first.redundant, planned.cuts, replies)
+        if combined.failures:
+            raise Rejected(*combined.failures)
+        return combined, replies
+
+    async def pause(self, request: PauseRequest, digest: str, aborted: int, requeued: int) -> PauseReply:
+        """Quiesce, stop every rank between two steps, and demand that they stand at the same one (hazards 4.15)."""
+        began = time.monotonic()
+        end = began + request.quiesce_s
+        await self._gate.quiesce(request.in_flight, request.quiesce_s)
+        left = max(0.05, end - time.monotonic())
+        serial = request.fence.serial
+        replies: list[RankPauseReply] = await self._pool.call("pause", RankPause(serial, left), deadline_s=left)
+        _agree(replies, serial)
+        return PauseReply(
+            fence=request.fence,
+            staged_serial=serial,
+            staged_digest=digest,
+            step=replies[0].step,
+            asleep=any(reply.asleep for reply in replies),
+            aborted=aborted,
+            requeued=requeued,
+            seconds=time.monotonic() - began,
+        )
+
+    async def install(self, request: FenceRequest, plan: PlanRequest, digest: str) -> None:
+        planned = self._planned_for(request.fence.serial)
+        message = RankInstall(
+            serial=request.fence.serial,
+            attempt=request.fence.attempt,
+            mode=planned.install,
+            version=plan.version,
+            digest=digest,
+            cache=plan.cache,
+        )
+        await self._pool.call("install", message, deadline_s=self._deadlines.commit_s)
+
+    async def invalidate(self, request: InvalidateRequest) -> None:
+        message = RankInvalidate(request.fence.serial, request.fence.attempt, request.cache)
+        replies: list[RankInvalidateReply] = await self._pool.call(
+            "invalidate", message, deadline_s=self._deadlines.commit_s
+        )
+        if request.cache is not CachePolicy.RESET:
+            return
+        left = [
+            Failure("cache_not_reset", f"the cache tier {tier.name!r} did not clear", rank=rank)
+            for rank, reply in enumerate(replies)
+            for tier in reply.tiers
+            if not tier.cleared
+        ]
+        if left:
+            raise Aborted(*left)
+
+    async def restore(self, request: FenceRequest, version: str, digest: str) -> None:
+        message = RankRestore(request.fence.serial, request.fence.attempt, version, digest)
+        await self._pool.call("restore", message, deadline_s=self._deadlines.commit_s)
+
+    async def resume(self, request: ResumeRequest) -> None:
+        if request.published:
+            self._gate.before_switch(request.version)
+        await self.unpause(request.fence.serial)
+
+    async def unpause(self, serial: int) -> None:
+        deadline = self._deadlines.commit_s
+        await self._pool.call("resume", RankResume(serial, deadline), deadline_s=deadline)
+
+    async def discard(self, serial: int) -> None:
+        await self._pool.call("discard", RankDiscard(serial), deadline_s=self._deadlines.discard_s)
+        if self._planned is not None and self._planned_serial == serial:
+            self._planned = None
+
+    def cancel(self, serial: int) -> None:
+        self._pool.cancel_staging(serial)
+
+    async def audit(self, what: str) -> tuple[Failure, ...]:
+        """Failures of a background check of `live` or `spare` against what was voted."""
+        replies: list[RankAuditReply] = await self._pool.call(
+            "audit", RankAudit(what), deadline_s=self._deadlines.audit_s
+        )
+        return tuple(
+            Failure("tensor_digest", f"{what} bytes are not what was voted", rank=rank, tensor=name)
+            for rank, reply in enumerate(replies)
+            for name in reply.mismatched
+        )
+
+    @property
+    def _planned_serial(self) -> int:
+        request = self._planned.request if self._planned is not None else None
+        return request.fence.serial if request is not None else 0
+
+    def _planned_for(self, serial: int) -> Planned:
+        if self._planned is None or self._planned_serial != serial:
+            raise refuse("wrong_phase", f"nothing is planned for serial {serial}")
+        return self._planned
+
+
+def _agree(replies: list[RankPauseReply], serial: int) -> None:
+    """Raises Aborted unless all ranks stand at one step, with one set of requests, and still hold the staging."""
+    if len({(reply.step, reply.running) for reply in replies}) > 1:
+        raise Aborted(
+            *(
+                Failure("rank_steps_differ", f"stopped at step {reply.step}, requests {reply.running}", rank=rank)
+                for rank, reply in enumerate(replies)
+            )
+        )
+    lost = [
+        Failure("wrong_phase", f"holds the staging of serial {reply.staged_serial}", rank=rank)
+        for rank, reply in enumerate(replies)
+        if reply.staged_serial != serial
+    ]
+    if lost:
+        raise Aborted(*lost)
+
+
+def _warnings(replies: Sequence[RankPlanReply]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(text for reply in replies for text in reply.warnings))
