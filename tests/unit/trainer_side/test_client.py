@@ -1,0 +1,242 @@
+"""The client over httpx's own transport seam: requests as the API wants them, answers as typed results and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from trainer_side import flows
+from trainer_side.client import AsyncClient, Client
+from updater.core.errors import (
+    Aborted,
+    Failure,
+    LiveweightsError,
+    Rejected,
+    RolledBack,
+    Unauthorized,
+    Unavailable,
+)
+from updater.http import problem_body
+
+RECEIPT: dict[str, Any] = {
+    "id": "u",
+    "serial": 4,
+    "kind": "update",
+    "outcome": "committed",
+    "reason": None,
+    "failures": [],
+    "version": "0-7",
+    "live_version": "0-7",
+    "rollback_to": "0-6",
+    "manifest_digest": "",
+    "observed": {},
+    "proof": "digests",
+    "install": "flip",
+    "bytes_read": 10,
+    "tensors": 2,
+    "tensors_changed": 1,
+    "warnings": [],
+    "attempts": 1,
+    "phases_ms": {},
+    "pause": None,
+    "update_ms": 5.0,
+    "pause_share": None,
+    "members": [],
+    "started_at": 1.0,
+    "ended_at": 2.0,
+}
+
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+def client(handler: Handler, token: str = "secret-token") -> Client:
+    return Client("http://coordinator", token, transport=httpx.MockTransport(handler))
+
+
+def async_client(handler: Handler) -> AsyncClient:
+    return AsyncClient("http://coordinator", "secret-token", transport=httpx.MockTransport(handler))
+
+
+def failing(error: LiveweightsError, **extra: Any) -> Handler:
+    return lambda _request: httpx.Response(error.status, json=problem_body(error, **extra))
+
+
+class Recorder:
+    """Answers from a list and keeps what was asked; an exception in the list is a broken connection."""
+
+    def __init__(self, *answers: httpx.Response | type[httpx.HTTPError]) -> None:
+        self.answers = list(answers)
+        self.requests: list[httpx.Request] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        answer = self.answers.pop(0)
+        if isinstance(answer, httpx.Response):
+            return answer
+        raise answer("broken")
+
+    def bodies(self) -> list[dict[str, Any]]:
+        return [json.loads(request.content) for request in self.requests]
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flows, "BACKOFF_S", (0.0,) * len(flows.BACKOFF_S))
+
+
+def test_update_waits_and_returns_the_receipt() -> None:
+    asked = Recorder(httpx.Response(200, json=RECEIPT))
+    receipt = client(asked).update({"path": "/ckpts/v7", "version": 7})
+    assert receipt.version == "0-7"
+    assert receipt.serial == 4
+    (request,) = asked.requests
+    assert (request.method, request.url.path, dict(request.url.params)) == ("POST", "/v1/updates", {"wait": "true"})
+    assert request.headers["authorization"] == "Bearer secret-token"
+    body = asked.bodies()[0]
+    assert body.pop("id").startswith("7-")
+    assert body == {"path": "/ckpts/v7", "version": 7}
+
+
+def test_no_token_sends_no_header() -> None:
+    asked = Recorder(httpx.Response(200, json=RECEIPT))
+    client(asked, token="").update({"version": 1})
+    assert "authorization" not in asked.requests[0].headers
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_broken_connection_is_tried_again_under_the_same_id() -> None:
+    asked = Recorder(httpx.ConnectError, httpx.RemoteProtocolError, httpx.Response(200, json=RECEIPT))
+    assert client(asked).update({"path": "/p", "version": 7}).outcome == "committed"
+    assert len(asked.requests) == 3
+    assert len({body["id"] for body in asked.bodies()}) == 1
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_two_pushes_of_a_version_have_two_ids() -> None:
+    asked = Recorder(httpx.Response(200, json=RECEIPT), httpx.Response(200, json=RECEIPT))
+    one = client(asked)
+    one.update({"version": 7})
+    one.update({"version": 7})
+    assert len({body["id"] for body in asked.bodies()}) == 2
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_nobody_there_is_unavailable_after_all_tries() -> None:
+    asked = Recorder(*([httpx.ConnectError] * 20))
+    with pytest.raises(Unavailable) as caught:
+        client(asked).version()
+    assert caught.value.code == "unreachable"
+    assert caught.value.retryable
+    assert len(asked.requests) == len(flows.BACKOFF_S) + 1
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_call_that_took_all_its_time_is_not_repeated() -> None:
+    asked = Recorder(httpx.ReadTimeout, httpx.Response(200, json=RECEIPT))
+    with pytest.raises(Unavailable):
+        client(asked).update({"version": 7})
+    assert len(asked.requests) == 1
+
+
+@pytest.mark.parametrize("kind", [Rejected, Aborted, RolledBack])
+def test_every_end_but_committed_raises_its_class_with_the_receipt(kind: type[LiveweightsError]) -> None:
+    failure = Failure("tensor_digest", "differs", replica="a", rank=1, tensor="model.norm.weight")
+    error = kind(failure, live_version="0-6")
+    with pytest.raises(kind) as caught:
+        client(failing(error, receipt=RECEIPT | {"outcome": "aborted"})).update({"version": 7})
+    assert type(caught.value) is kind
+    assert caught.value.failures == (failure,)
+    assert caught.value.live_version == "0-6"
+    assert caught.value.receipt is not None
+    assert caught.value.receipt["serial"] == 4
+
+
+def test_a_wrong_token_is_unauthorized() -> None:
+    with pytest.raises(Unauthorized):
+        client(failing(Unauthorized(Failure("unauthorized", "no")))).fleet()
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b'{"failures": 3}'])
+def test_answers_that_are_no_problem_documents_are_typed_all_the_same(body: bytes) -> None:
+    with pytest.raises(LiveweightsError):
+        client(lambda _request: httpx.Response(502, content=body)).version()
+
+
+def test_a_success_that_is_no_json_object_is_an_error() -> None:
+    with pytest.raises(LiveweightsError):
+        client(lambda _request: httpx.Response(200, content=b"fine")).version()
+
+
+def test_rollback_fills_in_what_is_live_and_offered() -> None:
+    live = {
+        "version": "0-7",
+        "digest": "",
+        "manifest_digest": "",
+        "since": 1.0,
+        "rollback_to": "0-6",
+        "epoch": 1,
+    }
+    asked = Recorder(httpx.Response(200, json=live), httpx.Response(200, json=RECEIPT | {"kind": "rollback"}))
+    assert client(asked).rollback().kind == "rollback"
+    body = json.loads(asked.requests[1].content)
+    assert (body["target"], body["expected_live"]) == ("0-6", "0-7")
+
+
+def test_rollback_with_both_named_asks_nothing_first() -> None:
+    asked = Recorder(httpx.Response(200, json=RECEIPT))
+    client(asked).rollback("0-6", "0-7")
+    assert [request.url.path for request in asked.requests] == ["/v1/rollback"]
+
+
+def test_an_update_id_cannot_leave_its_path() -> None:
+    asked = Recorder(httpx.Response(404, json=problem_body(Rejected(Failure("not_found", "none")))))
+    with pytest.raises(Rejected):
+        client(asked).status("../fleet?x=1")
+    assert asked.requests[0].url.raw_path == b"/v1/updates/..%2Ffleet%3Fx%3D1"
+
+
+STREAM = (
+    b'event: phase\ndata: {"phase":\ndata: "STAGING"}\n\n: alive\n\ndata: no json\n\nevent: end\ndata: {"a": 1}\n\n'
+)
+
+
+def test_events_come_one_by_one() -> None:
+    one = client(lambda _request: httpx.Response(200, content=STREAM))
+    assert list(one.events("u")) == [("phase", {"phase": "STAGING"}), ("end", {"a": 1})]
+
+
+def test_events_of_an_unknown_update_raise() -> None:
+    with pytest.raises(Rejected) as caught:
+        list(client(failing(Rejected(Failure("not_found", "none")))).events("u"))
+    assert caught.value.code == "not_found"
+
+
+def test_the_async_twin_says_and_reads_the_same() -> None:
+    async def story() -> None:
+        asked = Recorder(httpx.Response(200, json=RECEIPT), httpx.Response(200, content=STREAM))
+        async with async_client(asked) as one:
+            assert (await one.update({"version": 7})).serial == 4
+            assert [name async for name, _data in one.events("u")] == ["phase", "end"]
+        assert asked.requests[0].url.params["wait"] == "true"
+        async with async_client(failing(Aborted(Failure("superseded", "v8")), receipt=RECEIPT)) as one:
+            with pytest.raises(Aborted) as caught:
+                await one.update({"version": 7})
+        assert caught.value.receipt == RECEIPT
+
+    asyncio.run(story())
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_the_async_twin_tries_again() -> None:
+    async def story() -> None:
+        asked = Recorder(httpx.ConnectError, httpx.Response(200, json=RECEIPT))
+        async with async_client(asked) as one:
+            await one.update({"version": 7})
+        assert len({body["id"] for body in asked.bodies()}) == 1
+
+    asyncio.run(story())
