@@ -138,7 +138,7 @@ class ToyModel:
         widths = [s.heads * dim, s.kv_heads * dim, s.kv_heads * dim]
         scales = list(zip(("q_scale", "k_scale", "v_scale"), widths, strict=True))
         fused = self._linear(x, f"{at}qkv_proj", scales)
-        q, k, v = (part.unflatten(-1, (-1, dim)) for part in torch.split(fused, widths, -1))
+        q, k, v = (torch.unflatten(part, -1, (-1, dim)) for part in torch.split(fused, widths, -1))
         if self.config.qk_norm == "per_head":
             q = self._unit(q) * self._double(f"{at}q_norm.weight").view(-1, dim)
             k = self._unit(k) * self._double(f"{at}k_norm.weight").view(-1, dim)
