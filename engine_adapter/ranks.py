@@ -255,7 +255,7 @@ class RankPool:
         logs = self.settings.logs
         if logs is None:
             return subprocess.Popen(
-                command, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), start_new_session=True
+                command, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
             )
         logs.mkdir(parents=True, exist_ok=True)
         with (logs / f"rank-{number}.log").open("ab") as log:
