@@ -1,0 +1,183 @@
+"""A safetensors file or a sharded directory as a source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from transports.base import Read, ReadReport
+from transports.hashes import folder_hashes
+from transports.index import Layout, find_layout, index_faults, missing_shard, size_warnings
+from transports.manifest_check import load_manifest, manifest_faults
+from transports.paths import OpenFile, open_file
+from transports.reader import ReaderOptions, bytes_to_ask, read_all
+from transports.requests import Place
+from transports.safetensors_header import Header, read_header
+from updater.core.errors import Aborted, Failure, Rejected
+from updater.manifest import Manifest, TensorSpec
+from updater.names import clean_names
+
+_FAULT_LIMIT = 100
+
+
+class DiskSource:
+    """A `transports.base.Source` over files. Reading headers is all that `open` does.
+
+    Files stay open until `close`, so a version that is deleted meanwhile can still be read; `recheck` says so.
+    """
+
+    kind = "disk"
+
+    def __init__(
+        self,
+        headers: Mapping[str, Header],
+        places: Mapping[str, Place],
+        manifest: Manifest | None,
+        warnings: tuple[str, ...],
+        watched: Sequence[OpenFile],
+        options: ReaderOptions,
+    ) -> None:
+        self.headers = headers
+        self._places = places
+        self._specs = MappingProxyType({name: place.spec for name, place in places.items()})
+        self._manifest = manifest
+        self._warnings = warnings
+        self._watched = list(watched)
+        self._options = options
+
+    @classmethod
+    def open(
+        cls, path: str, roots: Sequence[str], manifest_text: str = "", options: ReaderOptions | None = None
+    ) -> DiskSource:
+        """`path`: a safetensors file or a directory; links resolved, it must lie under one of `roots`.
+
+        `manifest_text`: the manifest as JSON, instead of the one beside the source. Raises Rejected with every fault
+        that was found, at most a hundred.
+        """
+        return cls.open_layout(find_layout(path, roots), roots, manifest_text, options)
+
+    @classmethod
+    def open_layout(
+        cls,
+        layout: Layout,
+        roots: Sequence[str],
+        manifest_text: str = "",
+        options: ReaderOptions | None = None,
+        *,
+        ignore_manifest: bool = False,
+    ) -> DiskSource:
+        """The second half of `open`. Takes over the layout's open index."""
+        watched = [layout.index] if layout.index is not None else []
+        try:
+            headers, files = _open_shards(layout, roots, watched)
+            places = _places(headers, files)
+            manifest = None if ignore_manifest else load_manifest(layout.folder, roots, manifest_text, watched)
+            if manifest is not None:
+                specs = {name: place.spec for name, place in places.items()}
+                _raise_all(manifest_faults(manifest, specs, folder_hashes(layout.folder, roots)))
+        except BaseException:
+            for file in watched:
+                os.close(file.fd)
+            raise
+        warnings = (*layout.warnings, *size_warnings(layout, headers.values()))
+        return cls(headers, places, manifest, warnings, watched, options or ReaderOptions())
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self._specs
+
+    @property
+    def manifest(self) -> Manifest | None:
+        return self._manifest
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return self._warnings
+
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """Clean name -> where its bytes lie. The specs in it carry the clean names."""
+        return self._places
+
+    def read(
+        self,
+        reads: Sequence[Read],
+        *,
+        progress: Callable[[int], None] = lambda _bytes: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> ReadReport:
+        """Fill every target. `progress` gets increments of bytes read, one call at a time, from any thread.
+
+        Raises Aborted: `tensor_missing`, `tensor_shape`, `tensor_dtype` before a byte is read; `file_truncated`,
+        `read_failed` with the file. Raises Cancelled.
+        """
+        return read_all(self._pairs(reads), self._options, progress, should_stop)
+
+    def bytes_to_ask(self, reads: Sequence[Read]) -> int:
+        """What `read` would ask for by read calls. Targets may be on the meta device."""
+        return bytes_to_ask(self._pairs(reads), self._options)
+
+    def recheck(self) -> None:
+        """Raises Aborted `source_changed` or `source_missing`, for every file that is not what was opened."""
+        faults = [fault for file in self._watched if (fault := file.recheck()) is not None]
+        if faults:
+            raise Aborted(*faults[:_FAULT_LIMIT])
+
+    def close(self) -> None:
+        """Twice is once."""
+        while self._watched:
+            os.close(self._watched.pop().fd)
+
+    def __enter__(self) -> DiskSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _pairs(self, reads: Sequence[Read]) -> list[tuple[Place, Read]]:
+        missing = sorted({read.name for read in reads} - set(self._places))
+        if missing:
+            raise Aborted(*(Failure("tensor_missing", "not in this source", tensor=name) for name in missing[:100]))
+        return [(self._places[read.name], read) for read in reads]
+
+
+def _open_shards(
+    layout: Layout, roots: Sequence[str], watched: list[OpenFile]
+) -> tuple[dict[str, Header], dict[str, OpenFile]]:
+    """Every header, or all that is wrong with any of them. Opened files are added to `watched`."""
+    headers: dict[str, Header] = {}
+    files: dict[str, OpenFile] = {}
+    faults: list[Failure] = []
+    for name in layout.files:
+        try:
+            file = open_file(layout.path(name), roots, name)
+            watched.append(file)
+            headers[name], files[name] = read_header(file.fd, name), file
+        except Rejected as error:
+            faults += _shard_faults(layout, name, error)
+    _raise_all(faults + index_faults(layout, headers))
+    return headers, files
+
+
+def _shard_faults(layout: Layout, name: str, error: Rejected) -> Sequence[Failure]:
+    """A file that an index names and that is not there has a name of its own, unless everything is gone."""
+    if error.code == "source_missing" and layout.promised is not None and os.path.isdir(layout.folder):
+        return [missing_shard(layout, name)]
+    return error.failures
+
+
+def _places(headers: Mapping[str, Header], files: Mapping[str, OpenFile]) -> dict[str, Place]:
+    """Clean name -> place, sorted by name."""
+    clean = clean_names(tensor.spec.name for header in headers.values() for tensor in header.tensors)
+    places = {}
+    for name, header in headers.items():
+        for tensor in header.tensors:
+            spec = TensorSpec(clean[tensor.spec.name], tensor.spec.dtype, tensor.spec.shape)
+            places[spec.name] = Place(files[name].fd, name, spec, tensor.start)
+    return dict(sorted(places.items()))
+
+
+def _raise_all(faults: Sequence[Failure]) -> None:
+    if faults:
+        raise Rejected(*faults[:_FAULT_LIMIT])
