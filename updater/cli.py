@@ -275,13 +275,13 @@ def _finish(receipt: Receipt, as_json: bool) -> None:
 def _write_manifest(directory: Path) -> Any:
     from transports import manifests
 
-    return _with_bar(directory, "digests", lambda told: manifests.write_manifest(directory, progress=told))
+    return _with_bar(directory, "digests", lambda told: manifests.write_manifest(str(directory), told))
 
 
 def _check_manifest(directory: Path) -> Any:
     from transports import manifests
 
-    return _with_bar(directory, "comparing", lambda told: manifests.verify_manifest(directory, progress=told))
+    return _with_bar(directory, "comparing", lambda told: manifests.verify_manifest(str(directory), told))
 
 
 def _with_bar(directory: Path, what: str, work: Callable[[Callable[[int], None]], Any]) -> Any:

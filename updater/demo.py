@@ -269,7 +269,7 @@ def _spoiled(whole: Path, broken: Path, spoil: Callable[[Path], None]) -> None:
     from transports.manifests import write_manifest
 
     shutil.copytree(whole, broken)
-    write_manifest(broken)  # of the weights as they should be
+    write_manifest(str(broken))  # of the weights as they should be
     spoil(broken)
 
 

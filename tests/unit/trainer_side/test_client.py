@@ -12,6 +12,7 @@ import pytest
 
 from trainer_side import flows
 from trainer_side.client import AsyncClient, Client
+from trainer_side.testing import RECEIPT
 from updater.core.errors import (
     Aborted,
     Failure,
@@ -22,34 +23,6 @@ from updater.core.errors import (
     Unavailable,
 )
 from updater.http import problem_body
-
-RECEIPT: dict[str, Any] = {
-    "id": "u",
-    "serial": 4,
-    "kind": "update",
-    "outcome": "committed",
-    "reason": None,
-    "failures": [],
-    "version": "0-7",
-    "live_version": "0-7",
-    "rollback_to": "0-6",
-    "manifest_digest": "",
-    "observed": {},
-    "proof": "digests",
-    "install": "flip",
-    "bytes_read": 10,
-    "tensors": 2,
-    "tensors_changed": 1,
-    "warnings": [],
-    "attempts": 1,
-    "phases_ms": {},
-    "pause": None,
-    "update_ms": 5.0,
-    "pause_share": None,
-    "members": [],
-    "started_at": 1.0,
-    "ended_at": 2.0,
-}
 
 Handler = Callable[[httpx.Request], httpx.Response]
 

@@ -1,0 +1,137 @@
+"""`push`: the folder, the request, and which folders of earlier pushes may go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainer_side import push, push_async, retention
+from trainer_side.testing import FakeCoordinator
+from updater.core.errors import Rejected
+from updater.core.policy import InFlight, Policy
+from updater.core.version import Version
+from updater.manifest import FILE_NAME
+
+
+@pytest.fixture
+def coordinator() -> Iterator[FakeCoordinator]:
+    with FakeCoordinator().serving() as running:
+        yield running
+
+
+def weights(value: float = 1.0) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((4,), value)}
+
+
+def test_a_state_dict_becomes_a_folder_and_an_update(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    receipt = push(weights(), 7, url=coordinator.url, token="", directory=tmp_path)
+    assert receipt.version == "0-7"
+    (body,) = coordinator.bodies
+    assert body["path"] == str((tmp_path / "0-7").resolve())
+    assert body["version"] == 7
+    assert "policy" not in body
+    assert torch.equal(load_file(tmp_path / "0-7" / "model.safetensors")["w"], torch.ones(4))
+    assert (tmp_path / "0-7" / FILE_NAME).is_file()
+
+
+def test_a_bare_step_belongs_to_the_live_run(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    coordinator.live = "2-5"
+    push(weights(), 7, url=coordinator.url, token="", directory=tmp_path)
+    push(weights(), 1, url=coordinator.url, token="", directory=tmp_path, policy=Policy(new_run=True))
+    coordinator.live = None
+    push(weights(), 0, url=coordinator.url, token="", directory=tmp_path)
+    assert [Path(body["path"]).name for body in coordinator.bodies] == ["2-7", "3-1", "0-0"]
+
+
+def test_versions_are_spelt_as_the_api_wants(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    for version in ("1-2", Version(1, 3), 4):
+        push(weights(), version, url=coordinator.url, token="", directory=tmp_path)
+    assert [body["version"] for body in coordinator.bodies] == ["1-2", "1-3", 4]
+
+
+def test_a_version_that_is_none_is_refused_before_anything_is_written(
+    coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    with pytest.raises(Rejected):
+        push(weights(), "v7", url=coordinator.url, token="", directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert coordinator.bodies == []
+
+
+def test_only_what_differs_from_the_defaults_is_sent(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    policy = Policy(in_flight=InFlight.ABORT, allow_narrowing=(("F32", "BF16"),))
+    push(weights(), 7, url=coordinator.url, token="", directory=tmp_path, policy=policy, id="mine")
+    assert coordinator.bodies[0]["policy"] == {"in_flight": "abort", "allow_narrowing": [["F32", "BF16"]]}
+    assert coordinator.bodies[0]["id"] == "mine"
+
+
+def test_a_folder_is_pushed_as_it_lies(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    push(tmp_path / "link", 7, url=coordinator.url, token="")
+    assert coordinator.bodies[0]["path"] == str(folder.resolve())
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_refused(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    with pytest.raises(Rejected) as caught:
+        push(tmp_path / "none", 7, url=coordinator.url, token="")
+    assert caught.value.code == "source_missing"
+
+
+def test_a_repaired_version_does_not_write_over_the_refused_one(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    push(weights(1.0), 7, url=coordinator.url, token="", directory=tmp_path)
+    push(weights(2.0), 7, url=coordinator.url, token="", directory=tmp_path)
+    assert [Path(body["path"]).name for body in coordinator.bodies] == ["0-7", "0-7.2"]
+    assert torch.equal(load_file(tmp_path / "0-7" / "model.safetensors")["w"], torch.ones(4))
+    assert coordinator.bodies[0]["id"] != coordinator.bodies[1]["id"]
+
+
+def test_the_async_push_copies_before_it_returns_b035(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    given = weights(1.0)
+    publishing = push_async(given, 7, url=coordinator.url, token="", directory=tmp_path)
+    given["w"].add_(1)
+    assert asyncio.run(publishing).outcome == "committed"
+    assert torch.equal(load_file(tmp_path / "0-7" / "model.safetensors")["w"], torch.ones(4))
+
+
+def test_old_folders_go_after_the_push_but_never_what_is_needed(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    coordinator.needed = [str(tmp_path / "0-1")]
+    for step in range(1, 6):
+        push(weights(), step, url=coordinator.url, token="", directory=tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-1", "0-4", "0-5"]
+
+
+def test_a_coordinator_that_cannot_say_what_it_needs_keeps_everything(
+    coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    coordinator.needed = None
+    for step in range(1, 5):
+        push(weights(), step, url=coordinator.url, token="", directory=tmp_path, keep=0)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_only_folders_that_pushes_wrote_are_ever_removed(tmp_path: Path) -> None:
+    for name in ("0-1", "0-2", "0-10", "0-2.2", "notes", "1-x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / FILE_NAME).write_text("{}")
+    (tmp_path / "0-3").mkdir()
+    (tmp_path / "0-4").symlink_to(tmp_path / "notes")
+    assert [path.name for path in retention.pushed(tmp_path)] == ["0-1", "0-2", "0-2.2", "0-10"]
+    assert [path.name for path in retention.surplus(tmp_path, 1, frozenset())] == ["0-1", "0-2"]
+    kept = retention.surplus(tmp_path, 0, frozenset({os.path.realpath(tmp_path / "0-2")}))
+    assert [path.name for path in kept] == ["0-1", "0-2.2"]
+
+
+def test_a_state_dict_needs_a_place(coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIVEWEIGHTS_DIRECTORY", raising=False)
+    with pytest.raises(Rejected):
+        push(weights(), 7, url=coordinator.url, token="")
+    assert coordinator.bodies == []
