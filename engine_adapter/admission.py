@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,9 +20,10 @@ from updater.core.version import START, Version
 
 
 class RequestEngine(Protocol):
-    """What the gate needs of the ranks. Both have sent before they first wait: the caller's order is the rank's."""
+    """What the gate needs of the ranks. Both have sent when they return: the caller's order is the rank's."""
 
-    async def submit(self, request: GenerateRequest) -> None: ...
+    def submit(self, request: GenerateRequest) -> asyncio.Future[Any]:
+        """Done when the engine has taken the request; else it raises LiveweightsError and no event will come."""
 
     def cancel(self, request_id: str) -> None:
         """Nobody waits for an answer: the end of the request comes as a token event."""
@@ -30,10 +31,11 @@ class RequestEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`wait_s`: how long a request may wait at a shut gate before its 503."""
+    """`wait_s`: how long a request may wait at a shut gate before its 503. `submit_s`: until the engine took it."""
 
     max_waiting: int = 256
     wait_s: float = 30.0
+    submit_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,6 @@ class Gate:
         self._parked: list[Running] = []
         self._waiters: list[asyncio.Future[None]] = []
         self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._ids = itertools.count(1)
         self._open = False
         self._pending = ""  # label of the update that has shut the gate, while it may still be published
@@ -185,16 +186,37 @@ class Gate:
         while not self._may_start(wanted):
             await self._wait(end)
         running = Running(request, wanted, self.version)
-        self._running[running.engine_id] = running
+        taken = self._submit(running, request)
         try:
-            await self._engine.submit(request)
+            async with asyncio.timeout(self._limits.submit_s):
+                await asyncio.shield(taken)
+        except TimeoutError:
+            self.give_up(running)
+            raise Unavailable(Failure("phase_timeout", "the engine did not take the request", rank=0)) from None
         except LiveweightsError:
-            self._drop(running.engine_id)
+            self._drop(request.request_id)
             raise
         except asyncio.CancelledError:
             self.give_up(running)
             raise
         return running
+
+    def _submit(self, running: Running, request: GenerateRequest) -> asyncio.Future[Any]:
+        """Sent when this returns. A refusal frees the id: no event of it will come."""
+
+        def settled(done: asyncio.Future[Any]) -> None:
+            error = None if done.cancelled() else done.exception()
+            if error is None:
+                return
+            self._ending.discard(request.request_id)
+            self._drop(request.request_id)
+            failure = error.failures[0] if isinstance(error, LiveweightsError) else Failure("internal", str(error))
+            running.hand_out(Piece((), "error", failure))
+
+        self._running[request.request_id] = running
+        taken = self._engine.submit(request)
+        taken.add_done_callback(settled)
+        return taken
 
     def _may_start(self, wanted: Wanted) -> bool:
         """False: wait. Raises what no waiting can mend."""
@@ -338,21 +360,12 @@ class Gate:
             running.requeue = running.parked = False
             if not running.spans:
                 running.version = version
-            continuation = running.continuation()
-            self._running[running.engine_id] = running
-            self._spawn(self._resubmit(running, continuation))
+            self._submit(running, running.continuation())
         for running in self._running.values():
             running.requeue = False
             if running.next_version != version:
                 running.next_version = None
         self._wake()
-
-    async def _resubmit(self, running: Running, request: GenerateRequest) -> None:
-        try:
-            await self._engine.submit(request)
-        except LiveweightsError as error:
-            self._drop(running.engine_id)
-            running.hand_out(Piece((), "error", error.failures[0]))
 
     def break_down(self, failure: Failure) -> None:
         """The engine is gone or in doubt: everybody is told, nobody is let in any more."""
@@ -369,11 +382,6 @@ class Gate:
     def mend(self) -> None:
         """An audit found the replica in order again; the gate stays shut until `open`."""
         self._broken = None
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def version_of(label: str | int, current: str) -> Version:

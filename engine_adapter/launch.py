@@ -15,6 +15,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -41,7 +42,6 @@ ENGINES = {
     "toy": "engine_adapter.testing:build_toy",
 }
 STANDALONE = "standalone"
-SUBMIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +131,17 @@ class _PoolEngine:
     def __init__(self, pool: RankPool) -> None:
         self._pool = pool
 
-    async def submit(self, request: GenerateRequest) -> None:
-        await self._pool.call_first("submit", request, deadline_s=SUBMIT_S)
+    def submit(self, request: GenerateRequest) -> asyncio.Future[Any]:
+        return self._pool.tell_first("submit", request)
 
     def cancel(self, request_id: str) -> None:
-        self._pool.tell_first("cancel_request", CancelRequest(request_id))
+        self._pool.tell_first("cancel_request", CancelRequest(request_id)).add_done_callback(_seen)
+
+
+def _seen(done: asyncio.Future[Any]) -> None:
+    """Whether a cancelled request ended comes as an event; a rank that died ends everything anyhow."""
+    if not done.cancelled():
+        done.exception()
 
 
 class Replica:

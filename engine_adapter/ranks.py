@@ -165,17 +165,9 @@ class RankPool:
             raise Aborted(*failures)
         return [call.result() for call in calls]
 
-    async def call_first(self, verb: str, request: Any, *, deadline_s: float) -> Any:
-        """To rank 0 alone: requests are submitted and cancelled there."""
-        call = self._ranks[0].call(next(self._numbers), verb, request)
-        failures = await self._gather(verb, [request], [call], deadline_s)
-        if failures:
-            raise Aborted(*failures)
-        return call.result()
-
-    def tell_first(self, verb: str, request: Any) -> None:
-        """Sent to rank 0 before this returns; nobody waits for the answer."""
-        self._ranks[0].call(next(self._numbers), verb, request).add_done_callback(_forget)
+    def tell_first(self, verb: str, request: Any) -> asyncio.Future[Any]:
+        """To rank 0 alone: requests are submitted and cancelled there. Sent when this returns; no deadline."""
+        return self._ranks[0].call(next(self._numbers), verb, request)
 
     async def _gather(
         self, verb: str, requests: Sequence[Any], calls: Sequence[asyncio.Future[Any]], deadline_s: float
@@ -254,9 +246,7 @@ class RankPool:
         command = [sys.executable, "-m", "engine_adapter.rank_main", "--fd", str(fd), "--parent", str(os.getpid())]
         logs = self.settings.logs
         if logs is None:
-            return subprocess.Popen(
-                command, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
-            )
+            return subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
         logs.mkdir(parents=True, exist_ok=True)
         with (logs / f"rank-{number}.log").open("ab") as log:
             return subprocess.Popen(

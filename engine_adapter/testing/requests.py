@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 from engine_adapter.admission import Gate
 from engine_adapter.base import GenerateRequest, TokenEvent
 from updater.core.errors import Aborted, Failure
@@ -16,10 +19,14 @@ class HandEngine:
         self.refuse_submits = False
         self.gate: Gate | None = None
 
-    async def submit(self, request: GenerateRequest) -> None:
+    def submit(self, request: GenerateRequest) -> asyncio.Future[Any]:
+        taken: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self.refuse_submits:
-            raise Aborted(Failure("rank_failed", "told to refuse", rank=0))
-        self.submitted[request.request_id] = request
+            taken.set_exception(Aborted(Failure("rank_failed", "told to refuse", rank=0)))
+        else:
+            self.submitted[request.request_id] = request
+            taken.set_result(None)
+        return taken
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
