@@ -1,0 +1,152 @@
+"""A rank's plan of one update: the opened source, the placement, and every check that needs no tensor byte."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+
+from engine_adapter.base import RankEngine
+from engine_adapter.placement.casts import Cast, cast_between
+from engine_adapter.placement.coverage import check_destination, check_rows, source_boxes
+from engine_adapter.placement.rows import CopyRow, Placement
+from engine_adapter.rank_messages import RankPlan, RankPlanReply, SourceBoxes, WireTensor
+from transports.base import Box, Source
+from transports.dtypes import DTYPE_NAMES
+from updater.core.errors import Failure, Rejected
+from updater.manifest import DTYPE_BITS, TensorSpec
+
+#: (path, roots, manifest as JSON text or empty) -> an opened source.
+Opener = Callable[[str, tuple[str, ...], str], Source]
+
+
+@dataclass(slots=True)
+class Plan:
+    """`casts`: one entry per copy row whose dtypes differ, by its index in `placement.rows`.
+
+    `own_redundant`: aliases whose bytes this rank digests for all (each is read by one rank only).
+    """
+
+    request: RankPlan
+    source: Source
+    specs: Mapping[str, TensorSpec]
+    placement: Placement
+    casts: Mapping[int, Cast]
+    own_redundant: tuple[str, ...]
+    reply: RankPlanReply
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    closed: bool = False
+
+    def close(self) -> None:
+        """Let the source go; again: nothing."""
+        if not self.closed:
+            self.closed = True
+            self.source.close()
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether the trainer promised a digest for every loaded tensor."""
+        known = _manifest_digests(self.source)
+        return all(known.get(name) for name in self.placement.loaded)
+
+
+def make_plan(engine: RankEngine, tensors: Mapping[str, torch.Tensor], request: RankPlan, open_source: Opener) -> Plan:
+    """Raises `LiveweightsError` with everything that is wrong; nothing is held then."""
+    source = open_source(request.path, request.roots, request.manifest)
+    try:
+        return _planned(engine, tensors, request, source)
+    except BaseException:
+        source.close()
+        raise
+
+
+def _planned(engine: RankEngine, tensors: Mapping[str, torch.Tensor], request: RankPlan, source: Source) -> Plan:
+    stuck = [derived.name for derived in engine.derived() if not callable(derived.refresh)]
+    if stuck:
+        raise Rejected(*(Failure("placement_refused", "derived, and cannot be refreshed", tensor=n) for n in stuck))
+    manifest = source.manifest
+    patterns = manifest.ignored if manifest is not None else ()
+    specs = {n: s for n, s in source.specs.items() if not any(fnmatchcase(n, pattern) for pattern in patterns)}
+    placement = engine.placement(specs)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    failures = _name_failures(placement) or check_rows(placement, specs, shapes)
+    if not failures:
+        failures += check_destination(placement, shapes)
+        casts, refused = _casts(placement, specs, tensors, request)
+        failures += refused
+    if failures:
+        raise Rejected(*(failure.at(rank=engine.rank) for failure in failures))
+    own = tuple(a for i, (a, _) in enumerate(placement.redundant) if i % engine.size == engine.rank)
+    return Plan(
+        request=request,
+        source=source,
+        specs=specs,
+        placement=placement,
+        casts=casts,
+        own_redundant=own,
+        reply=_reply(engine.rank, placement, specs, own, source),
+    )
+
+
+def _name_failures(placement: Placement) -> list[Failure]:
+    return [Failure("tensor_missing", "the source lacks it", tensor=name) for name in placement.missing] + [
+        Failure("tensor_unexpected", "no rule knows this name", tensor=name) for name in placement.unexpected
+    ]
+
+
+def _casts(
+    placement: Placement, specs: Mapping[str, TensorSpec], tensors: Mapping[str, torch.Tensor], request: RankPlan
+) -> tuple[dict[int, Cast], list[Failure]]:
+    casts: dict[int, Cast] = {}
+    failures: dict[tuple[str, str], Failure] = {}
+    for i, row in enumerate(placement.rows):
+        if not isinstance(row, CopyRow):
+            continue
+        have, want = specs[row.source].dtype, DTYPE_NAMES.get(tensors[row.target].dtype, "?")
+        cast = Cast.NONE if DTYPE_BITS[have] < 8 else cast_between(have, want)
+        if cast is Cast.NARROW and (have, want) not in {tuple(pair) for pair in request.allow_narrowing}:
+            why = f"{have} into a {want} parameter loses bits; the policy does not allow it"
+            failures[row.source, row.target] = Failure("tensor_narrowing", why, tensor=row.source)
+        elif cast is Cast.NONE:
+            why = f"{have} cannot feed the {want} parameter {row.target}"
+            failures[row.source, row.target] = Failure("tensor_dtype", why, tensor=row.source)
+        elif cast is not Cast.SAME:
+            casts[i] = cast
+    return casts, list(failures.values())
+
+
+def _reply(
+    rank: int, placement: Placement, specs: Mapping[str, TensorSpec], own: tuple[str, ...], source: Source
+) -> RankPlanReply:
+    digests = _manifest_digests(source)
+    names = sorted(placement.loaded | {alias for alias, _ in placement.redundant})
+    wire = tuple(WireTensor(n, specs[n].dtype, specs[n].shape, digests.get(n, "")) for n in names)
+    ties = tuple(SourceBoxes(alias, (Box.whole(specs[alias].shape),)) for alias in own)
+    boxes = tuple(sorted((*source_boxes(placement), *ties), key=lambda each: each.name))
+    return RankPlanReply(
+        tensors=wire if rank == 0 else (),
+        boxes=boxes,
+        redundant=placement.redundant,
+        manifest_digest="" if source.manifest is None else source.manifest.digest,
+        bytes_to_read=sum(_nbytes(specs[each.name], box) for each in boxes for box in each.boxes),
+        warnings=(*source.warnings, *_warnings(placement, specs, source)),
+    )
+
+
+def _warnings(placement: Placement, specs: Mapping[str, TensorSpec], source: Source) -> tuple[str, ...]:
+    found = [f"ignored: {name} ({pattern})" for name, pattern in placement.ignored]
+    skipped = len(source.specs) - len(specs)
+    if skipped:
+        found.append(f"ignored: {skipped} tensors that the manifest lists as ignored")
+    return tuple(found)
+
+
+def _nbytes(spec: TensorSpec, box: Box) -> int:
+    return box.numel * DTYPE_BITS[spec.dtype] // 8
+
+
+def _manifest_digests(source: Source) -> dict[str, str]:
+    return {} if source.manifest is None else {entry.name: entry.digest for entry in source.manifest.tensors}

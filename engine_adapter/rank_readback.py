@@ -1,0 +1,189 @@
+"""The proof of a rank: the spare read back through the placement, in the coordinates of the source tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine_adapter.placement.boxes import Cuts, cells_within, first_overlap, intersect, relative
+from engine_adapter.placement.casts import Cast
+from engine_adapter.placement.regions import blocks, source_region
+from engine_adapter.placement.rows import CopyRow
+from engine_adapter.rank_messages import AtomDigest, TensorCuts
+from engine_adapter.rank_plan import Plan
+from engine_adapter.rank_replay import Stop
+from transports.base import Box, Cancelled, Read
+from transports.digest import add, region_digest, tensor_digest, to_hex
+from transports.dtypes import TORCH_DTYPES, carrier
+from updater.core.errors import Aborted, Failure
+from updater.manifest import TensorSpec
+
+_BLOCK = 1 << 20  # elements of a temporary, where one is needed
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBack:
+    """`atoms`: every cell that this rank holds, once per copy. `parameters`: parameter digests of the spare."""
+
+    atoms: tuple[AtomDigest, ...]
+    parameters: Mapping[str, int]
+
+
+def read_back(plan: Plan, spare: Mapping[str, torch.Tensor], cuts: Sequence[TensorCuts], stop: Stop) -> ReadBack:
+    """Raises `LiveweightsError`: cuts that do not fit, bytes that are not the cast of the source's, time."""
+    return _Reader(plan, spare, {each.name: each.cuts for each in cuts}, stop).run()
+
+
+def parameter_digests(tensors: Mapping[str, torch.Tensor], stop: Stop) -> dict[str, int]:
+    """The digest of every tensor in its own coordinates."""
+    result = {}
+    for name, tensor in tensors.items():
+        stop.check()
+        result[name] = tensor_digest(tensor)
+    return result
+
+
+@dataclass(slots=True)
+class _Cell:
+    digest: int = 0
+    volume: int = 0
+
+
+@dataclass(slots=True)
+class _Reader:
+    plan: Plan
+    spare: Mapping[str, torch.Tensor]
+    cuts: Mapping[str, Cuts]
+    stop: Stop
+    #: (source, copy number) -> cell -> what was added so far
+    found: dict[tuple[str, int], dict[Box, _Cell]] = field(default_factory=lambda: defaultdict(dict))
+    whole: dict[str, int] = field(default_factory=dict)
+
+    def run(self) -> ReadBack:
+        rows = self.plan.placement.rows
+        numbers = copy_numbers([row for row in rows if isinstance(row, CopyRow)])
+        position = 0
+        for i, row in enumerate(rows):
+            if not isinstance(row, CopyRow):
+                continue
+            self.stop.check()
+            self._row(row, self.plan.casts.get(i, Cast.SAME), numbers[position])
+            position += 1
+        for alias in self.plan.own_redundant:
+            spec = self.plan.specs[alias]
+            for box, block in self._from_source(spec, Box.whole(spec.shape)):
+                self._add(spec, box, block, 0)
+        missing = {name: tensor for name, tensor in self.spare.items() if name not in self.whole}
+        return ReadBack(self._atoms(), self.whole | parameter_digests(missing, self.stop))
+
+    def _row(self, row: CopyRow, cast: Cast, number: int) -> None:
+        if not row.source_box.numel:
+            return
+        spec, parameter = self.plan.specs[row.source], self.spare[row.target]
+        region = source_region(parameter, row)
+        if cast is Cast.SAME:
+            total = self._add(spec, row.source_box, region, number)
+            if row.permute is None and row.source_box == Box.whole(spec.shape) and spec.shape == tuple(parameter.shape):
+                self.whole[row.target] = total  # the same bytes in the same coordinates: no second pass
+        elif cast is Cast.WIDEN:
+            for box, block in _blocks(row.source_box, region):
+                self.stop.check()
+                self._add(spec, box, _cast_back(spec, block), number)
+        else:
+            # What was lost cannot be read back: the source is read again, its cast must be what lies in the spare,
+            # and its bytes are what the manifest is asked about.
+            for box, wire in self._from_source(spec, row.source_box):
+                here = region[relative(box, row.source_box).slices()]
+                _demand_equal(spec, wire.to(here.dtype), here)
+                self._add(spec, box, wire, number)
+
+    def _add(self, spec: TensorSpec, box: Box, region: torch.Tensor, number: int) -> int:
+        """Digest `region`, which is `box` of the source, cell by cell; returns the sum."""
+        grid = self.cuts.get(spec.name)
+        if grid is None or tuple(marks[-1] for marks in grid) != spec.shape:
+            raise _bad_cuts(spec.name)
+        total = 0
+        cells = self.found[spec.name, number]
+        for cell in cells_within(grid, box):
+            common = intersect(cell, box)
+            if common is None:
+                continue
+            part = region[relative(common, box).slices()]
+            digest = region_digest(part, spec.shape, spec.dtype, common)
+            entry = cells.setdefault(cell, _Cell())
+            entry.digest, entry.volume = add(entry.digest, digest), entry.volume + common.numel
+            total = add(total, digest)
+        return total
+
+    def _atoms(self) -> tuple[AtomDigest, ...]:
+        atoms = []
+        for (name, _), cells in sorted(self.found.items()):
+            for box, entry in cells.items():
+                if entry.volume != box.numel:
+                    raise _bad_cuts(name)
+                atoms.append(AtomDigest(name, box, to_hex(entry.digest)))
+        return tuple(atoms)
+
+    def _from_source(self, spec: TensorSpec, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        for part in _cut(box):
+            block = torch.empty(part.size, dtype=TORCH_DTYPES[spec.dtype])
+            try:
+                self.plan.source.read([Read(spec.name, part, block)], should_stop=self.stop)
+            except Cancelled:
+                raise self.stop.error() from None
+            yield part, block
+
+
+def copy_numbers(rows: Sequence[CopyRow]) -> list[int]:
+    """For every row, which copy of its source it belongs to: rows of one copy do not overlap in the source.
+
+    More than one copy on a rank comes from a tensor that feeds several parts; copies must agree like those of
+    different ranks.
+    """
+    by_source: dict[str, list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        by_source[row.source].append(i)
+    result = [0] * len(rows)
+    for indexes in by_source.values():
+        if first_overlap([rows[i].source_box for i in indexes]) is None:
+            continue
+        copies: list[list[Box]] = []
+        for i in indexes:
+            box = rows[i].source_box
+            free = (n for n, held in enumerate(copies) if all(first_overlap([box, other]) is None for other in held))
+            number = next(free, len(copies))
+            if number == len(copies):
+                copies.append([])
+            copies[number].append(box)
+            result[i] = number
+    return result
+
+
+def _cut(box: Box) -> Iterator[Box]:
+    for cut in blocks(box.size, _BLOCK):
+        start = tuple(origin + piece.start for origin, piece in zip(box.start, cut, strict=True))
+        yield Box(start, tuple(piece.stop - piece.start for piece in cut))
+
+
+def _blocks(box: Box, region: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    for part in _cut(box):
+        yield part, region[relative(part, box).slices()]
+
+
+def _cast_back(spec: TensorSpec, block: torch.Tensor) -> torch.Tensor:
+    back = block.to(TORCH_DTYPES[spec.dtype])
+    _demand_equal(spec, back.to(block.dtype), block)
+    return back
+
+
+def _demand_equal(spec: TensorSpec, wanted: torch.Tensor, here: torch.Tensor) -> None:
+    kind = carrier(here.element_size())
+    if not torch.equal(wanted.to(here.device).contiguous().view(kind), here.contiguous().view(kind)):
+        raise Aborted(Failure("tensor_digest", "the spare does not hold the cast of the source", tensor=spec.name))
+
+
+def _bad_cuts(name: str) -> Aborted:
+    return Aborted(Failure("placement_refused", "the cuts do not fit the regions of this rank", tensor=name))
