@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from updater.core.errors import refuse
+
 MODEL_TYPE = "liveweights_toy"
 
 
@@ -121,7 +123,7 @@ def _like(default: Any, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RankShape:
-    """How much of each thing one rank holds. Raises ValueError from `of` where the sizes do not divide."""
+    """How much of each thing one rank holds. `of` raises `Rejected` (placement_refused) where sizes do not divide."""
 
     heads: int
     kv_heads: int
@@ -134,7 +136,7 @@ class RankShape:
     def of(cls, config: ToyConfig, options: ToyOptions, size: int) -> RankShape:
         kv = config.num_key_value_heads
         if kv % size and size % kv:
-            raise ValueError(f"{kv} key/value heads neither divide into nor replicate over {size} ranks")
+            raise refuse("placement_refused", f"{kv} key/value heads over {size} ranks would split a head")
         split_experts = size if options.expert_parallel else 1
         split_inner = 1 if options.expert_parallel else size
         return cls(
@@ -153,5 +155,5 @@ def padded_vocab(config: ToyConfig, options: ToyOptions) -> int:
 
 def _divide(what: str, total: int, parts: int) -> int:
     if total % parts:
-        raise ValueError(f"{what}: {total} does not divide over {parts} ranks")
+        raise refuse("placement_refused", f"{what}: {total} does not divide over {parts} ranks")
     return total // parts

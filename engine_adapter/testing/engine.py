@@ -48,8 +48,8 @@ _REFUSED = ((InFlight.KEEP, CachePolicy.RESET), (InFlight.RECOMPUTE, CachePolicy
 def build_toy(spec: EngineSpec) -> ToyEngine:
     """`EngineFactory`: named `engine_adapter.testing:build_toy`. Options: `config.ToyOptions`.
 
-    Loads the checkpoint at `spec.model` and meets its peers at `spec.rendezvous`. Raises ValueError for sizes that do
-    not divide over the ranks and for unknown options.
+    Loads the checkpoint at `spec.model` and meets its peers at `spec.rendezvous`. Raises `Rejected` for sizes
+    that do not divide over the ranks and ValueError for unknown options.
     """
     torch.set_num_threads(1)
     return ToyEngine(spec)
@@ -144,6 +144,15 @@ class ToyEngine:
     def cancel(self, request_id: str) -> None:
         self._inbox.append(("cancel", request_id))
         self._gate.wake()
+
+    def sleep(self) -> None:
+        """While paused: give up the contents of all memory, also of buffers that no checkpoint holds."""
+        for tensor in [*self.model.parameters.values(), *self.model.buffers.values()]:
+            tensor.view(torch.uint8 if tensor.dim() else tensor.dtype).fill_(255 if tensor.dim() else float("nan"))
+
+    def wake(self) -> None:
+        """Buffers are computed again; parameters are rubbish until an update brings all of them."""
+        self.model.buffers = self.model.fresh_buffers()
 
     def stop(self, deadline_s: float) -> None:
         """All ranks enter. Raises TimeoutError if the loop does not end."""

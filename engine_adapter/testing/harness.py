@@ -234,11 +234,11 @@ class Replica:
         request_id = f"r{next(self._ids)}"
         self.replies[request_id] = Reply()
         request = GenerateRequest(request_id, tuple(prompt), max_tokens)
-        self._runner.run(self._pool.call_first("submit", request, deadline_s=_DEADLINE_S))
+        self._runner.run(self._first("submit", request))
         return request_id
 
     def cancel(self, request_id: str) -> None:
-        self._runner.run(self._pool.call_first("cancel_request", CancelRequest(request_id), deadline_s=_DEADLINE_S))
+        self._runner.run(self._first("cancel_request", CancelRequest(request_id)))
 
     def wait(self, request_id: str, tokens: int | None = None, deadline_s: float = _DEADLINE_S) -> Reply:
         """Until the request has finished, or has at least `tokens`."""
@@ -263,6 +263,10 @@ class Replica:
 
     def generate(self, prompt: Sequence[int], max_tokens: int) -> Reply:
         return self.wait(self.submit(prompt, max_tokens))
+
+    async def _first(self, verb: str, request: Any) -> None:
+        async with asyncio.timeout(_DEADLINE_S):
+            await self._pool.tell_first(verb, request)
 
     def _on_tokens(self, event: TokenEvent) -> None:
         reply = self.replies[event.request_id]

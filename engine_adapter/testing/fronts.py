@@ -1,0 +1,170 @@
+"""A replica in this process's event loop with real rank processes, and a coordinator played by hand over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from engine_adapter.launch import ENGINES, STANDALONE, FrontSettings, Replica
+from updater import http, wire
+from updater.core.participant import (
+    MESSAGES,
+    DiscardRequest,
+    DiskOffer,
+    Fence,
+    FenceRequest,
+    FrontStatus,
+    InvalidateRequest,
+    Kind,
+    PauseRequest,
+    PlanRequest,
+    ResumeRequest,
+    StageRequest,
+    StatusRequest,
+    VerifyRequest,
+)
+from updater.core.policy import CachePolicy, InFlight, InstallMode
+
+
+def toy_settings(model: Path, tp: int = 1, **changes: Any) -> FrontSettings:
+    """A toy replica on a free port; it opens by itself. `changes`: fields of `FrontSettings`."""
+    base = FrontSettings(model=model, tp=tp, port=0, factory=ENGINES["toy"], roots=(model.parent,), replica="toy")
+    return replace(base, **changes)
+
+
+@asynccontextmanager
+async def running_replica(settings: FrontSettings) -> AsyncIterator[Replica]:
+    """Started, admitted and serving; stopped, with no process left, at the end."""
+    replica = Replica(settings)
+    stop = asyncio.Event()
+    life = asyncio.create_task(replica.run(stop))
+    joined = asyncio.create_task(replica.joined.wait())
+    try:
+        await asyncio.wait({life, joined}, return_when=asyncio.FIRST_COMPLETED)
+        if life.done():
+            raise RuntimeError(f"the replica did not start: {replica.face.failure}")
+        yield replica
+    finally:
+        joined.cancel()
+        stop.set()
+        await life
+
+
+class HandCoordinator:
+    """Sends the verbs of the contract and keeps the fence. Raises LiveweightsError for a refusal."""
+
+    def __init__(self, replica: Replica, token: str = "") -> None:
+        self.replica = replica
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.client = httpx.AsyncClient(base_url=replica.url, headers=headers, timeout=60.0, trust_env=False)
+        self.epoch = 1
+
+    async def __aenter__(self) -> HandCoordinator:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.client.aclose()
+
+    def fence(self, serial: int, attempt: int = 0, **changes: Any) -> Fence:
+        return replace(Fence(STANDALONE, self.epoch, serial, attempt, self.replica.incarnation), **changes)
+
+    async def call(self, verb: str, request: Any) -> Any:
+        response = await self.client.post(f"/participant/v1/{verb}", content=wire.encode(request))
+        if response.status_code != 200:
+            raise http.error_of(response.status_code, response.json())
+        return wire.decode(MESSAGES[verb][1], response.content)
+
+    async def status(self) -> FrontStatus:
+        status: FrontStatus = await self.call("status", StatusRequest())
+        return status
+
+    async def plan(self, serial: int, path: Path | None, version: str, **changes: Any) -> Any:
+        request = PlanRequest(
+            fence=self.fence(serial),
+            kind=Kind.UPDATE,
+            update=version,
+            version=version,
+            offer=DiskOffer(str(path)) if path is not None else None,
+            manifest="",
+            digest="",
+            in_flight=InFlight.DRAIN,
+            cache=CachePolicy.RESET,
+            install=InstallMode.AUTO,
+            require_digests=False,
+            allow_narrowing=(),
+            allow_nonfinite=False,
+        )
+        return await self.call("plan", replace(request, **changes))
+
+    async def stage(self, serial: int, deadline_s: float = 60.0) -> Any:
+        return await self.call("stage", StageRequest(self.fence(serial), deadline_s))
+
+    async def verify(self, serial: int, deadline_s: float = 60.0) -> Any:
+        return await self.call("verify", VerifyRequest(self.fence(serial), deadline_s))
+
+    async def prepare(self, serial: int, path: Path | None, version: str, **changes: Any) -> Any:
+        """Plan, stage, seal, verify: the vote."""
+        await self.plan(serial, path, version, **changes)
+        await self.stage(serial)
+        await self.call("seal", FenceRequest(self.fence(serial)))
+        return await self.verify(serial)
+
+    async def pause(
+        self,
+        serial: int,
+        attempt: int = 1,
+        *,
+        in_flight: InFlight = InFlight.DRAIN,
+        quiesce_s: float = 20.0,
+        lease_s: float = 60.0,
+    ) -> Any:
+        return await self.call("pause", PauseRequest(self.fence(serial, attempt), in_flight, quiesce_s, lease_s))
+
+    async def install(self, serial: int, attempt: int = 1) -> Any:
+        return await self.call("install", FenceRequest(self.fence(serial, attempt)))
+
+    async def invalidate(self, serial: int, attempt: int = 1, cache: CachePolicy = CachePolicy.RESET) -> Any:
+        return await self.call("invalidate", InvalidateRequest(self.fence(serial, attempt), cache))
+
+    async def restore(self, serial: int, attempt: int = 1) -> Any:
+        return await self.call("restore", FenceRequest(self.fence(serial, attempt)))
+
+    async def resume(self, serial: int, attempt: int, published: bool, version: str, digest: str) -> Any:
+        return await self.call("resume", ResumeRequest(self.fence(serial, attempt), published, version, digest))
+
+    async def discard(self, serial: int, attempt: int = 0) -> Any:
+        return await self.call("discard", DiscardRequest(self.fence(serial, attempt)))
+
+    async def update(
+        self,
+        serial: int,
+        path: Path | None,
+        version: str,
+        *,
+        in_flight: InFlight = InFlight.DRAIN,
+        cache: CachePolicy = CachePolicy.RESET,
+        **changes: Any,
+    ) -> str:
+        """A whole publication. Returns the content digest that was voted."""
+        vote = await self.prepare(serial, path, version, in_flight=in_flight, cache=cache, **changes)
+        await self.pause(serial, in_flight=in_flight)
+        await self.install(serial)
+        await self.invalidate(serial, cache=cache)
+        await self.resume(serial, 1, True, version, vote.observed)
+        observed: str = vote.observed
+        return observed
+
+    async def complete(self, prompt: list[int], max_tokens: int = 8, **members: Any) -> dict[str, Any]:
+        """A completion. Raises LiveweightsError for a problem document."""
+        body: Mapping[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **members}
+        response = await self.client.post("/v1/completions", json=body)
+        if response.status_code != 200:
+            raise http.error_of(response.status_code, response.json())
+        answer: dict[str, Any] = response.json()
+        return answer
