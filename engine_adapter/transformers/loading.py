@@ -1,0 +1,105 @@
+"""Load one rank's share of a model into memory of its own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from engine_adapter.base import EngineSpec
+from engine_adapter.transformers.parameters import collect
+from updater.core.errors import Failure, LiveweightsError
+
+_DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`EngineSpec.options` of this engine, checked.
+
+    `num_blocks` pages of `page_size` tokens of keys and values; `max_batch_tokens` per forward; `threads` of torch, 0
+    leaves it alone; `sampling` allows temperature > 0 (then greedy means a temperature of almost zero);
+    `group_timeout_s` bounds every collective between ranks, a pause included; `pause_grace_s` is how long a rank that
+    another one stopped waits to be told to pause itself.
+    """
+
+    num_blocks: int = 256
+    page_size: int = 16
+    max_batch_tokens: int = 512
+    dtype: str = "auto"
+    threads: int = 0
+    sampling: bool = False
+    prefix_sharing: bool = True
+    group_timeout_s: float = 900.0
+    pause_grace_s: float = 10.0
+    start_s: float = 120.0
+
+    @classmethod
+    def of(cls, spec: EngineSpec) -> Options:
+        """Raises LiveweightsError for an unknown option or a value of the wrong type."""
+        known: dict[str, type] = {name: type(getattr(cls(), name)) for name in cls.__slots__}
+        wrong = [
+            name
+            for name, value in spec.options.items()
+            if name not in known
+            or not (isinstance(value, known[name]) or (known[name] is float and type(value) is int))
+        ]
+        if wrong or spec.options.get("dtype", "auto") not in _DTYPES:
+            raise LiveweightsError(Failure("bad_request", f"engine options {wrong or ['dtype']}; known: {known}"))
+        return cls(**spec.options)  # type: ignore[arg-type]
+
+
+def load_model(spec: EngineSpec, options: Options) -> Any:
+    """The model of this rank, in eval mode, every fed tensor in private anonymous memory.
+
+    At size > 1 all ranks must call this at about the same time: it joins the process group at `spec.rendezvous`.
+    """
+    library: Any = import_module("transformers")
+    library.utils.logging.disable_progress_bar()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    distributed = None
+    if spec.size > 1:
+        _join_group(spec, options)
+        distributed = import_module("transformers.distributed").DistributedConfig(tp_size=spec.size)
+    try:
+        model = library.AutoModelForCausalLM.from_pretrained(
+            spec.model,
+            dtype=_DTYPES[options.dtype],
+            distributed_config=distributed,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+        ).eval()
+    except (OSError, ValueError) as error:
+        raise LiveweightsError(Failure("placement_refused", f"cannot load: {error}", file=spec.model)) from error
+    _own_memory(model)
+    return model
+
+
+def _join_group(spec: EngineSpec, options: Options) -> None:
+    if dist.is_initialized():
+        raise LiveweightsError(Failure("bad_request", "this process is in a process group already"))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one replica share a machine: nothing listens outside
+    store = FileStore(spec.rendezvous, spec.size)
+    store.set_timeout(timedelta(seconds=options.start_s))
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=spec.rank,
+        world_size=spec.size,
+        timeout=timedelta(seconds=options.group_timeout_s),
+    )
+
+
+def _own_memory(model: Any) -> None:
+    """The loader may leave tensors in mapped files: a file that somebody truncates would kill the server (SIGBUS)."""
+    for parameter in collect(model).values():
+        parameter.rebind(parameter.local.clone())
