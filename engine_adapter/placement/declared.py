@@ -59,6 +59,15 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """How one parameter lies, where that was learned from the parameter itself and not declared."""
+
+    layout: Layout
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Declared:
     """What `analyse` found: the placement is complete only if there are no failures."""
 
@@ -82,10 +91,15 @@ def declare(
 
 
 def analyse(
-    specs: Mapping[str, TensorSpec], targets: Mapping[str, Target], rules: Rules, rank: int, size: int
+    specs: Mapping[str, TensorSpec],
+    targets: Mapping[str, Target],
+    rules: Rules,
+    rank: int,
+    size: int,
+    learned: Mapping[str, Cut] | None = None,
 ) -> Declared:
-    """The same without raising, for tools that report."""
-    return _Analysis(specs, targets, rules, rank, size).run()
+    """The same without raising, for tools that report. `learned` comes before the rules' layouts, per parameter."""
+    return _Analysis(specs, targets, rules, rank, size, learned or {}).run()
 
 
 @dataclass(slots=True)
@@ -95,6 +109,7 @@ class _Analysis:
     rules: Rules
     rank: int
     size: int
+    learned: Mapping[str, Cut]
     mapper: Mapper = field(init=False)
     failures: list[Failure] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
@@ -184,18 +199,19 @@ class _Analysis:
     # one parameter
 
     def _place(self, parameter: str) -> None:
-        target, layout = self.targets[parameter], self.rules.layout_of(parameter)
+        target = self.targets[parameter]
+        cut = self.learned.get(parameter) or Cut(self.rules.layout_of(parameter), self.rank, self.size)
         if self._is_carried(parameter):
             self.rows.append(CarryRow(parameter, Box.whole(target.shape)))
             return
         feeds = self.feeds.get(parameter, [])
-        if not self._complete(parameter, layout, feeds):
+        if not self._complete(parameter, cut.layout, feeds):
             return
         fills: dict[Box, None] = {}
         copies: list[Row] = []
         for source, shard, _ in feeds:
             try:
-                for row in rows_of(self.specs[source], shard, parameter, target.shape, layout, self.rank, self.size):
+                for row in rows_of(self.specs[source], shard, parameter, target.shape, cut):
                     if isinstance(row, FillRow):
                         fills[row.target_box] = None
                     else:
@@ -271,10 +287,9 @@ def _slots(shard: Shard, parts: tuple[str, ...], count: int | None) -> Iterator[
 # rows of one source
 
 
-def rows_of(
-    spec: TensorSpec, shard: Shard, parameter: str, local: tuple[int, ...], layout: Layout, rank: int, size: int
-) -> list[Row]:
+def rows_of(spec: TensorSpec, shard: Shard, parameter: str, local: tuple[int, ...], cut: Cut) -> list[Row]:
     """Rows that bring `spec` (which holds `shard`) into `parameter` of local shape `local`. Raises LayoutError."""
+    layout, rank, size = cut.layout, cut.rank, cut.size
     if not isinstance(layout, Experts):
         return _plain_rows(spec, spec.shape, shard.part, parameter, local, layout, rank, size, (), ())
     mine = experts_of(layout, rank, size) or range(0)
