@@ -8,11 +8,87 @@ when their timer fires.
 
 from __future__ import annotations
 
-from updater.core.replica_state import ReplicaEvent, ReplicaState, Step, started, status
+from dataclasses import replace
+
+from updater.core import replica_actions as actions
+from updater.core.errors import Failure
+from updater.core.participant import FrontState
+from updater.core.replica_state import (
+    Asked,
+    Done,
+    LeaseTimer,
+    RankDied,
+    Refuse,
+    ReplicaEvent,
+    ReplicaState,
+    Step,
+    started,
+    status,
+)
+from updater.core.replica_table import ROWS
 
 __all__ = ["ReplicaState", "started", "status", "step"]
+
+_BY_TRIGGER = {(source, row.trigger): row for row in ROWS for source in row.sources}
 
 
 def step(state: ReplicaState, event: ReplicaEvent, now: float) -> Step:
     """What follows from `event` at time `now`."""
-    raise NotImplementedError
+    expired, effects = _end_lease(state, now)
+    after, more = _handle(expired, event, now)
+    return after, (*effects, *more)
+
+
+def _end_lease(state: ReplicaState, now: float) -> Step:
+    """A lease that is over is over whoever notices it first."""
+    if state.lease_end is None or now < state.lease_end:
+        return state, ()
+    return _apply(state, "lease ends", LeaseTimer(), now)
+
+
+def _handle(state: ReplicaState, event: ReplicaEvent, now: float) -> Step:
+    if isinstance(event, LeaseTimer):
+        return state, ()
+    if isinstance(event, RankDied):
+        return _apply(state, "a rank dies", event, now)
+    if isinstance(event, Asked):
+        return _asked(state, event, now)
+    if actions.running(state, event) is None:
+        return state, ()  # cancelled, or of another life
+    return _apply(state, f"{event.verb} {'done' if isinstance(event, Done) else 'failed'}", event, now)
+
+
+def _asked(state: ReplicaState, event: Asked, now: float) -> Step:
+    """Fencing, then idempotency, then the table."""
+    problem = _fenced(state, event)
+    if problem is not None:
+        return state, (Refuse(event.verb, event.fence, (problem,)),)
+    state = replace(state, fleet=event.fence.fleet, mark=max(state.mark, event.fence.order()))
+    if event.verb in actions.FORWARD and state.tombstoned(event.fence):
+        dead = Failure("replica_fenced", f"serial {event.fence.serial} was given up by attempt {event.fence.attempt}")
+        return state, (Refuse(event.verb, event.fence, (dead,)),)
+    repeated = actions.repeated(state, event)
+    return repeated if repeated is not None else _apply(state, event.verb, event, now)
+
+
+def _fenced(state: ReplicaState, event: Asked) -> Failure | None:
+    fence = event.fence
+    if fence.incarnation != state.incarnation:
+        return Failure("replica_fenced", f"is for incarnation {fence.incarnation}")
+    if state.fleet and fence.fleet != state.fleet:
+        return Failure("replica_fenced", f"comes from fleet {fence.fleet}")
+    if fence.order() < state.mark:
+        return Failure("replica_fenced", f"{fence.order()} is older than {state.mark}")
+    return None
+
+
+def _apply(state: ReplicaState, trigger: str, event: ReplicaEvent, now: float) -> Step:
+    row = _BY_TRIGGER.get((state.state, trigger))
+    if row is not None:
+        return row.act(state, event, now)
+    if not isinstance(event, Asked):
+        return state, ()
+    if state.failure is not None and state.state in (FrontState.BROKEN, FrontState.QUARANTINED):
+        return state, (Refuse(event.verb, event.fence, (state.failure,)),)
+    failure = Failure("wrong_phase", f"{trigger} while {state.state.value}")
+    return state, (Refuse(event.verb, event.fence, (failure,)),)

@@ -94,7 +94,8 @@ class Work:
     """Let all ranks do this, then feed `Done` or `Failed` with the same verb and `request.fence`.
 
     Verbs: join (set label and namespace, start), plan, stage, verify, pause (quiesce), install, invalidate, restore,
-    resume (let the ranks run; ends a quiesce that still runs), discard (cancel and drop staging).
+    resume (let the ranks run; ends a quiesce that still runs), discard (cancel and drop staging). restore undoes an
+    install wholly or partly done, or none, and drops the staging of the plan too.
     """
 
     verb: str
@@ -104,7 +105,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Plan, stage and verify work of this serial must stop soon; its `Done` or `Failed` is not wanted any more."""
+    """Plan, stage and verify work of this serial must stop soon and let go of what it holds; its `Done` or `Failed` is
+    not wanted any more.
+    """
 
     serial: int
 
@@ -145,6 +148,8 @@ ReplicaEffect = Answer | Refuse | Work | Cancel | CloseAdmission | OpenAdmission
 
 # --- state
 
+EMPTY = Spare(SpareState.EMPTY)
+
 
 @dataclass(frozen=True, slots=True)
 class Running:
@@ -163,8 +168,8 @@ class ReplicaState:
     `mark`: highest (epoch, serial, attempt) heard. `dead`: tombstone; (serial, attempt) up to it may never install.
     `origin`: joining or open, where an ended pause leads back to. `key`: (serial, attempt) of the running pause or
     install. `reached`: how far `plan.fence.serial` got: "", planned, staged, voted. `answers`: first answers by
-    (verb, epoch, serial, attempt). `resuming`: ranks are being let run. `postponed`: a restore that waits for ranks
-    to stop.
+    (verb, epoch, serial, attempt). `resuming`: ranks are being let run. `old`: what served before the install.
+    `postponed`: a restore that waits for ranks to stop, or a discard that waits for the reopening.
     """
 
     replica: str
@@ -175,7 +180,7 @@ class ReplicaState:
     dead: tuple[int, int] = (0, 0)
     state: FrontState = FrontState.JOINING
     origin: FrontState = FrontState.JOINING
-    spare: Spare = Spare(SpareState.EMPTY)
+    spare: Spare = EMPTY
     plan: PlanRequest | None = None
     reached: str = ""
     digest: str = ""
@@ -186,6 +191,7 @@ class ReplicaState:
     running: tuple[Running, ...] = ()
     answers: tuple[tuple[tuple[str, int, int, int], Any], ...] = ()
     resuming: bool = False
+    old: Held | None = None
     postponed: Asked | None = None
     failure: Failure | None = None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from updater.core.effects import Label, Outcome, Send
+from updater.core.effects import Label, Outcome, Record, Send
 from updater.core.errors import Failure
 from updater.core.events import Begin
 from updater.core.participant import DiskOffer, Fence, Kind
@@ -47,10 +47,10 @@ class Standing(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Member:
     """`shut`: known to be shut, so that it cannot serve anything whatever it hears late; only then does a member that
-    is lost or quarantined not block. `live`: content digest at its last description. `owed`: the message that it still
-    has to acknowledge after the update that sent it ended; the shell retries it for ever.
-    `previous`: what its spare keeps for a rollback. `gave_up_on`: the label that a catch-up failed to
-    reach, not tried again.
+    is lost or quarantined not block. `admitted`: it once acknowledged that it serves. `live`: content digest at its
+    last description. `previous`: what its spare keeps for a rollback. `owed`: the message that it still has to
+    acknowledge after the phase that sent it ended; the shell retries it for ever. `gave_up_on`: the label that an
+    admission or a catch-up failed to reach, not tried again.
     """
 
     replica: str
@@ -58,6 +58,7 @@ class Member:
     standing: Standing
     live: str
     shut: bool = False
+    admitted: bool = False
     previous: Label | None = None
     spare_unknown: bool = False
     owed: Send | None = None
@@ -68,12 +69,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version that is or was live, with where its bytes came from."""
+    """A version that is or was live, with where its bytes came from and what was allowed of them."""
 
     label: Label
     manifest_digest: str = ""
     offer: DiskOffer | None = None
     manifest: str = ""
+    policy: Policy = field(default_factory=Policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,8 @@ class Transaction:
     """One update. `participants`: (replica, incarnation), frozen; `enlisted`: those of them that were joining.
 
     `waiting`: who has not answered in this phase. `end`: set on the way out: outcome to finish with.
-    `attempt` is 0 until the first PAUSING. `retry`: only time ran out in PAUSING.
+    `attempt` is 0 until the first PAUSING. `retry`: only time ran out in PAUSING. `recording`: this phase's record is
+    not durable yet.
     """
 
     update: str
@@ -101,6 +104,7 @@ class Transaction:
     replies: tuple[tuple[str, Any], ...] = ()
     commit_requested: bool = False
     backing_off: bool = False
+    recording: bool = False
     retry: bool = False
     end: Outcome | None = None
     failures: tuple[Failure, ...] = ()
@@ -125,7 +129,7 @@ class FleetState:
     """`serial`: the highest used; never repeats, also over restarts. `highest`: highest decided version.
 
     `before`: the version before the live one, so that a catch-up after a rollback knows its source.
-    `starting`: the serial of a publication of `start` that is not durable yet, else 0.
+    `starting`: the publication of `start` while it is not durable yet.
     """
 
     fleet: str
@@ -138,7 +142,7 @@ class FleetState:
     highest: Version = START
     update: Transaction | None = None
     queue: tuple[Begin, ...] = field(default=())
-    starting: int = 0
+    starting: Record | None = None
 
     def member(self, replica: str) -> Member | None:
         return next((member for member in self.members if member.replica == replica), None)

@@ -1,0 +1,305 @@
+"""How an update begins: who is in the way, which version it gets, who takes part; and what IDLE does on its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from updater.core.effects import (
+    Accepted,
+    Append,
+    Denied,
+    Effect,
+    Finish,
+    Label,
+    Outcome,
+    Record,
+    RecordKind,
+    Result,
+    Started,
+)
+from updater.core.errors import Failure
+from updater.core.events import Begin
+from updater.core.flow import Moved, current, enter, present, undo
+from updater.core.participant import Kind
+from updater.core.policy import CommitMode, OnBusy, conflict
+from updater.core.requests import join_request, live
+from updater.core.state import FleetState, Member, Phase, Published, Standing, Transaction
+from updater.core.version import START, Version
+
+#: Updates that may wait behind a running one.
+QUEUE_LIMIT = 16
+
+
+def begin(state: FleetState, event: Begin) -> Moved:
+    """A client's begin."""
+    if state.phase is Phase.IDLE and not state.starting:
+        failures = refusals(state, event)
+        return (state, (Denied(failures),)) if failures else start(state, event)
+    active = state.update
+    if active is None or active.kind is Kind.CATCH_UP or event.policy.on_busy is not OnBusy.REFUSE:
+        return _begin_later(state, event)
+    return state, (Denied((Failure("busy", f"update {active.update} is running"),), active.update),)
+
+
+def _begin_later(state: FleetState, event: Begin) -> Moved:
+    """Wait, or take the place of a running update. What a catch-up does can wait, so it never makes a client wait."""
+    active = state.update
+    if len(state.queue) >= QUEUE_LIMIT:
+        return state, (Denied((Failure("busy", f"{QUEUE_LIMIT} updates are waiting"),)),)
+    waiting = replace(state, queue=(*state.queue, event))
+    accepted = Accepted(event.update, queued=True)
+    if active is None:
+        return waiting, (accepted,)
+    if active.kind is Kind.CATCH_UP:
+        moved = undo(waiting, "superseded") or (waiting, ())
+        return moved[0], (accepted, *moved[1])
+    if event.policy.on_busy is OnBusy.WAIT:
+        return waiting, (accepted,)
+    first = replace(state, queue=(event, *state.queue))
+    if event.kind is Kind.UPDATE and wanted_version(state, event) <= active.version:
+        failure = Failure("busy", f"{active.update} is not older than what wants to supersede it")
+        return state, (Denied((failure,), active.update),)
+    superseded = undo(first, "superseded")
+    if superseded is None:
+        return state, (Denied((Failure("busy", f"{active.update} is past its decision"),), active.update),)
+    return superseded[0], (accepted, *superseded[1])
+
+
+# --- checks
+
+
+def refusals(state: FleetState, event: Begin) -> tuple[Failure, ...]:
+    """Why this cannot begin now, or ()."""
+    unsupported = conflict(event.policy)
+    if unsupported is not None:
+        return (Failure("mode_unsupported", unsupported),)
+    if state.live is None or not candidates(state, event.kind):
+        return (Failure("no_members", "no replica to publish to"),)
+    blocked = tuple(_blocks(state, event.kind))
+    if blocked:
+        return blocked
+    problem = _rollback_problem(state, event) if event.kind is Kind.ROLLBACK else _update_problem(state, event)
+    return (problem,) if problem else ()
+
+
+def candidates(state: FleetState, kind: Kind) -> tuple[Member, ...]:
+    """Who takes part: serving members, and for an update also who is joining."""
+    standings = (Standing.OK,) if kind is Kind.ROLLBACK else (Standing.OK, Standing.JOINING)
+    return tuple(member for member in state.members if member.standing in standings)
+
+
+def _blocks(state: FleetState, kind: Kind) -> list[Failure]:
+    """A silent member may be open on the old version. A joiner that was told to open is fenced by taking part, but a
+    rollback leaves joiners out.
+    """
+    return [
+        Failure("member_blocked", f"{member.standing.value}, and not known to be shut", replica=member.replica)
+        for member in state.members
+        if not member.shut
+        and (
+            member.standing in (Standing.LOST, Standing.QUARANTINED)
+            or (kind is Kind.ROLLBACK and member.standing is Standing.JOINING)
+        )
+    ]
+
+
+def wanted_version(state: FleetState, event: Begin) -> Version:
+    """The version an update asks for. A bare step is one of the current run, or of the next with `new_run`."""
+    current_run = state.highest.run
+    if event.run is not None:
+        return Version(event.run, event.step)
+    return Version(current_run + 1 if event.policy.new_run else current_run, event.step)
+
+
+def _update_problem(state: FleetState, event: Begin) -> Failure | None:
+    serving = live(state)
+    if event.offer is None:
+        return Failure("bad_request", "an update needs an offer")
+    if event.step < 0:
+        return Failure("bad_request", f"step {event.step} is negative")
+    version = wanted_version(state, event)
+    expected_run = state.highest.run + 1 if event.policy.new_run else state.highest.run
+    if version <= state.highest:
+        return Failure("stale_version", f"{version} does not exceed {state.highest}, the highest decided one")
+    if version.run != expected_run:
+        return Failure("bad_request", f"run {version.run} is not {expected_run}; new_run opens the next")
+    if event.base is not None and event.base != serving.version:
+        return Failure("base_mismatch", f"made on {event.base}, but {serving.version} is live")
+    return _expected_problem(event, serving)
+
+
+def _expected_problem(event: Begin, serving: Label) -> Failure | None:
+    if event.expected is not None and event.expected != serving.version:
+        return Failure("expected_mismatch", f"expected {event.expected}, but {serving.version} is live")
+    return None
+
+
+def _rollback_problem(state: FleetState, event: Begin) -> Failure | None:
+    target = state.rollback_to
+    if target is None:
+        return Failure("no_rollback", "the serving members hold no common previous version")
+    if event.target is not None and event.target != target.version:
+        return Failure("no_rollback", f"the members hold {target.version}, not {event.target}")
+    return _expected_problem(event, live(state))
+
+
+# --- beginning
+
+
+def start(state: FleetState, event: Begin) -> Moved:
+    """Begin a checked update: it has a serial and its members are frozen from here on."""
+    target = state.rollback_to if event.kind is Kind.ROLLBACK else None
+    members = candidates(state, event.kind)
+    update = Transaction(
+        update=event.update,
+        body_hash=event.body_hash,
+        kind=event.kind,
+        serial=state.serial + 1,
+        version=target.version if target else wanted_version(state, event),
+        policy=event.policy,
+        offer=event.offer,
+        manifest=event.manifest,
+        participants=tuple((member.replica, member.incarnation) for member in members),
+        enlisted=frozenset(member.replica for member in members if member.standing is Standing.JOINING),
+        digest=target.digest if target else "",
+        commit_requested=event.policy.commit is CommitMode.AUTO,
+    )
+    return _launch(state, update, (Accepted(event.update, update.serial),))
+
+
+def _launch(state: FleetState, update: Transaction, before: tuple[Effect, ...]) -> Moved:
+    state = replace(state, serial=update.serial, update=update)
+    for member in present(state):
+        # The plan's later fence kills a join or discard that is still on its way; a reply to it no longer counts.
+        state = state.with_member(replace(member, owed=None))
+    started = Started(update.update, update.serial, update.kind, update.version)
+    after, effects = enter(state, Phase.PLANNING)
+    return after, (*before, started, *effects)
+
+
+# --- what IDLE does on its own
+
+
+def settle(state: FleetState) -> Moved:
+    """In IDLE: the next in the queue, the publication of `start`, admissions, one catch-up; in this order."""
+    effects: tuple[Effect, ...] = ()
+    while state.phase is Phase.IDLE and not state.starting and state.queue:
+        state, more = _next_in_queue(state)
+        effects += more
+    if state.phase is Phase.IDLE and not state.starting:
+        state, more = _admissions(state)
+        effects += more
+    return state, effects
+
+
+def _next_in_queue(state: FleetState) -> Moved:
+    event, state = state.queue[0], replace(state, queue=state.queue[1:])
+    failures = refusals(state, event)
+    if failures:
+        return state, (never_began(state, event, Outcome.REJECTED, failures),)
+    after, effects = start(state, event)
+    return after, effects[1:]  # it was accepted when it was queued
+
+
+def never_began(state: FleetState, event: Begin, outcome: Outcome, failures: tuple[Failure, ...]) -> Finish:
+    """The end of an update that waited in vain."""
+    version = None if event.kind is Kind.ROLLBACK else wanted_version(state, event)
+    return Finish(
+        Result(
+            update=event.update,
+            serial=0,
+            attempts=0,
+            kind=event.kind,
+            outcome=outcome,
+            reason=failures[0].code,
+            failures=failures,
+            version=version,
+            digest="",
+            manifest_digest="",
+            proof="",
+            bytes_read=0,
+            tensors_changed=0,
+            warnings=(),
+            aborted_requests=0,
+            requeued_requests=0,
+            members=(),
+            live=state.live.label if state.live else None,
+            rollback_to=state.rollback_to,
+        )
+    )
+
+
+def _admissions(state: FleetState) -> Moved:
+    joiners = [member for member in state.members if member.standing is Standing.JOINING and member.owed is None]
+    if not joiners:
+        return state, ()
+    if state.live is None:
+        return _publish_start(state, joiners[0])
+    effects: tuple[Effect, ...] = ()
+    label = live(state)
+    for member in joiners:
+        if member.live == label.digest and member.gave_up_on != label:
+            state, sends = _join(state, member)
+            effects += sends
+    behind = [member for member in joiners if member.live != label.digest and member.gave_up_on != label]
+    if behind and state.live is not None and state.live.offer is not None:
+        state, more = _catch_up(state, state.live, behind[0])
+        effects += more
+    return state, effects
+
+
+def _publish_start(state: FleetState, member: Member) -> Moved:
+    """The first join makes what it observed the version `start` of the fleet."""
+    serial = state.serial + 1
+    record = Record(
+        kind=RecordKind.PUBLISHED,
+        epoch=state.epoch,
+        serial=serial,
+        attempt=0,
+        update="",
+        body_hash="",
+        op=Kind.UPDATE,
+        version=START,
+        digest=member.live,
+        manifest_digest="",
+        members=((member.replica, member.incarnation),),
+    )
+    return replace(state, serial=serial, starting=record), (Append(record),)
+
+
+def start_published(state: FleetState) -> FleetState:
+    """`start` is durable. Whoever joined first may be gone by now; its observed bytes stay the fleet's."""
+    if state.starting is None:
+        raise LookupError("no publication of start is under way")
+    label = Label(state.starting.version, state.starting.digest)
+    return replace(state, live=Published(label), starting=None)
+
+
+def _join(state: FleetState, member: Member) -> Moved:
+    serial = state.serial + 1
+    send = join_request(state, serial, member)
+    # Told to open, it may be serving whatever becomes of its answer.
+    return replace(state.with_member(replace(member, owed=send, shut=False)), serial=serial), (send,)
+
+
+def _catch_up(state: FleetState, serving: Published, member: Member) -> Moved:
+    update = Transaction(
+        update="",
+        body_hash="",
+        kind=Kind.CATCH_UP,
+        serial=state.serial + 1,
+        version=serving.label.version,
+        policy=replace(serving.policy, commit=CommitMode.AUTO),
+        offer=serving.offer,
+        manifest=serving.manifest,
+        participants=((member.replica, member.incarnation),),
+        enlisted=frozenset({member.replica}),
+        digest=serving.label.digest,
+        commit_requested=True,
+    )
+    return _launch(state, update, ())
+
+
+def owner(state: FleetState, update: str) -> bool:
+    """Whether `update` is the running one."""
+    return state.update is not None and current(state).update == update and current(state).kind is not Kind.CATCH_UP

@@ -1,0 +1,378 @@
+"""The interpreter of the fleet table: entering a phase, taking an acknowledgement, trouble, the end.
+
+A participant counts while it is a member under the incarnation that the update began with (I9: nobody's state is
+inferred; who is replaced has to acknowledge nothing any more).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from updater.core.effects import (
+    Admit,
+    Append,
+    ClearDeadline,
+    Effect,
+    Finish,
+    MemberFacts,
+    Outcome,
+    Record,
+    RecordKind,
+    Result,
+    SetBackoff,
+    SetDeadline,
+)
+from updater.core.errors import Failure
+from updater.core.participant import Kind
+from updater.core.requests import phase_request
+from updater.core.state import FleetState, Member, Phase, Published, Standing, Transaction
+from updater.core.table import SKIPPED, TABLE, TIME_CODES, Row, backoff_s
+from updater.core.votes import collect, objection, verdict
+
+Moved = tuple[FleetState, tuple[Effect, ...]]
+
+#: Reasons that come from a client: the update is aborted even if nothing was staged yet.
+CLIENT_REASONS = frozenset({"client_abort", "superseded", "lease_expired"})
+
+
+def current(state: FleetState) -> Transaction:
+    if state.update is None:
+        raise LookupError(f"no update in phase {state.phase}")
+    return state.update
+
+
+def present(state: FleetState) -> tuple[Member, ...]:
+    """Participants that are still members under the same incarnation."""
+    named = [(state.member(replica), incarnation) for replica, incarnation in current(state).participants]
+    return tuple(member for member, incarnation in named if member and member.incarnation == incarnation)
+
+
+# --- entering
+
+
+def enter(state: FleetState, phase: Phase) -> Moved:
+    """Go to `phase` and ask for what its row asks for."""
+    update = current(state)
+    if phase in SKIPPED[update.kind]:
+        following = TABLE[phase].done
+        if following is None:
+            raise LookupError(f"{phase} cannot be skipped")
+        return enter(state, following)
+    if phase is Phase.IDLE:
+        return finish(state)
+    if phase is Phase.PAUSING:
+        update = replace(update, attempt=update.attempt + 1, retry=False)
+    if phase is Phase.STAGING:
+        state = _spend_spares(state)
+    if phase is Phase.RESUMING:
+        state = _no_longer_shut(state)
+    row = TABLE[phase]
+    recording = row.record is not None and update.kind is not Kind.CATCH_UP
+    state = replace(state, phase=phase, update=replace(update, waiting=frozenset(), replies=(), recording=recording))
+    if row.record is not None and recording:
+        return state, (ClearDeadline(), Append(record(state, row.record)))
+    return begin_round(state) if row.verb else enter_ready(state)
+
+
+def begin_round(state: FleetState) -> Moved:
+    """Send the row's verb to everybody who has to answer it."""
+    update, row = current(state), TABLE[state.phase]
+    asked = [member for member in present(state) if not (row.tolerant and _out_of_reach(state, member))]
+    state = replace(state, update=replace(update, waiting=frozenset(member.replica for member in asked)))
+    timer: tuple[Effect, ...] = ()
+    if row.seconds is not None:
+        timer = (SetDeadline(row.phase.value, update.serial, update.attempt, row.seconds(update.policy)),)
+    sends = tuple(phase_request(state, update, member) for member in asked)
+    after, effects = proceed(state)
+    return after, (*timer, *sends, *effects)
+
+
+def _out_of_reach(state: FleetState, member: Member) -> bool:
+    """A quarantined member is not told to reopen or to drop anything: its ranks' state is not known."""
+    return member.standing is Standing.QUARANTINED
+
+
+def enter_ready(state: FleetState) -> Moved:
+    """READY: on to the pause, or wait for the client or for the back-off."""
+    update = current(state)
+    if update.attempt > 0:
+        state = replace(state, update=replace(update, backing_off=True))
+        return state, (ClearDeadline(), SetBackoff(update.serial, update.attempt, backoff_s(update.attempt)))
+    after, effects = pause_if_asked(state)
+    return after, (ClearDeadline(), *effects)
+
+
+def pause_if_asked(state: FleetState) -> Moved:
+    update = current(state)
+    if state.phase is Phase.READY and update.commit_requested and not update.backing_off:
+        return enter(state, Phase.PAUSING)
+    return state, ()
+
+
+def _spend_spares(state: FleetState) -> FleetState:
+    """Staging overwrites the rollback copy, and `rollback_to` says so from here on."""
+    for member in present(state):
+        state = state.with_member(replace(member, previous=None, spare_unknown=False))
+    return state
+
+
+def _no_longer_shut(state: FleetState) -> FleetState:
+    """Once told to reopen on a published version, a joiner may be serving whatever becomes of its answer."""
+    for member in present(state):
+        state = state.with_member(replace(member, shut=False))
+    return state
+
+
+# --- acknowledgements
+
+
+def acknowledge(state: FleetState, replica: str, reply: Any) -> Moved:
+    """`replica` answered the phase's verb."""
+    update = current(state)
+    problem = objection(state.phase, update, replica, reply)
+    if problem is not None:
+        return refusal(state, replica, (problem,))
+    replies = (*update.replies, (replica, reply))
+    state = replace(state, update=replace(update, waiting=update.waiting - {replica}, replies=replies))
+    effects: tuple[Effect, ...] = ()
+    if state.phase is Phase.RESUMING:
+        state, effects = _serves(state, replica)
+    if state.phase in (Phase.REOPENING, Phase.DISCARDING):
+        state = back_on_old(state, replica)
+    after, more = proceed(state)
+    return after, (*effects, *more)
+
+
+def proceed(state: FleetState) -> Moved:
+    """On to the next phase once nobody is waited for."""
+    update, row = current(state), TABLE[state.phase]
+    if update.waiting or update.recording:
+        return state, ()
+    update = collect(state.phase, update)
+    state = replace(state, update=update)
+    problems = verdict(state.phase, update)
+    if problems:
+        return trouble(state, problems)
+    if not row.tolerant and row.verb and not update.replies:
+        return trouble(state, (Failure("replica_lost", "no participant is left"),))
+    return enter(state, row.done or after_reopening(update))
+
+
+def after_reopening(update: Transaction) -> Phase:
+    """Where the row that led to REOPENING says."""
+    if update.end is Outcome.ROLLED_BACK:
+        return Phase.IDLE
+    return Phase.READY if update.retry else Phase.DISCARDING
+
+
+def recorded(state: FleetState) -> Moved:
+    """The record of this phase is durable (I8): only now do ranks hear of it."""
+    update, row = current(state), TABLE[state.phase]
+    state = replace(state, update=replace(update, recording=False))
+    if state.phase is Phase.DECIDING:
+        state = replace(state, highest=max(state.highest, update.version))
+        reachable = [member for member in present(state) if member.standing in (Standing.OK, Standing.JOINING)]
+        if len(reachable) < len(update.participants):
+            return trouble(state, ())
+    if state.phase is Phase.PUBLISHING:
+        state = _publish(state)
+    return begin_round(state) if row.verb else proceed(state)
+
+
+def _publish(state: FleetState) -> FleetState:
+    """The commit point: `live` changes here and nowhere else."""
+    update, old = current(state), state.live
+    if update.kind is Kind.ROLLBACK and state.before is not None and state.before.label == update.label:
+        new = state.before
+    else:
+        new = Published(update.label, update.manifest_digest, update.offer, update.manifest, update.policy)
+    for member in present(state):
+        kept = None if member.replica in update.enlisted or old is None else old.label
+        state = state.with_member(replace(member, previous=kept, spare_unknown=False))
+    return replace(state, live=new, before=old)
+
+
+def _serves(state: FleetState, replica: str) -> Moved:
+    member = state.member(replica)
+    if member is None:
+        raise LookupError(replica)
+    digest = current(state).digest
+    serving = replace(member, standing=Standing.OK, live=digest, owed=None, shut=False, admitted=True)
+    return state.with_member(serving), (Admit(replica),)
+
+
+def back_on_old(state: FleetState, replica: str) -> FleetState:
+    """It answered: a serving member serves the old version, a joiner is joining again."""
+    member = state.member(replica)
+    if member is None:
+        raise LookupError(replica)
+    standing = Standing.OK if member.admitted else Standing.JOINING
+    return state.with_member(replace(member, standing=standing, owed=None))
+
+
+# --- trouble
+
+
+def refusal(state: FleetState, replica: str, failures: tuple[Failure, ...]) -> Moved:
+    """`replica` answered that it will not, or answered something that cannot be accepted."""
+    placed = tuple(failure.at(replica=replica) for failure in failures)
+    if TABLE[state.phase].tolerant:
+        return drop_out(state, replica, placed, answered=True)
+    return trouble(state, placed)
+
+
+def trouble(state: FleetState, failures: tuple[Failure, ...]) -> Moved:
+    """A refusal, a loss or a deadline before the commit point."""
+    update, row = current(state), TABLE[state.phase]
+    target = row.trouble or Phase.RESTORING  # DECIDING: recorded, but a participant was lost meanwhile
+    retry = (
+        state.phase is Phase.PAUSING
+        and all(failure.code in TIME_CODES for failure in failures)
+        and update.attempt < update.policy.attempts
+    )
+    update = replace(update, retry=retry, failures=update.failures if retry else (*update.failures, *failures))
+    if not retry:
+        update = replace(update, end=update.end or _outcome(state.phase, target, update))
+    return enter(replace(state, update=update), target)
+
+
+def _outcome(phase: Phase, target: Phase, update: Transaction) -> Outcome:
+    if target is Phase.RESTORING:
+        return Outcome.ROLLED_BACK
+    asked_for = bool(update.failures) and update.failures[-1].code in CLIENT_REASONS
+    return Outcome.REJECTED if phase is Phase.PLANNING and not asked_for else Outcome.ABORTED
+
+
+def undo(state: FleetState, reason: str) -> Moved | None:
+    """Client abort, supersede, end of the update lease; None where they come too late."""
+    update, row = current(state), TABLE[state.phase]
+    failure = Failure(reason, f"update {update.update or update.serial} was given up: {reason}")
+    if row.undo is not None:
+        return trouble(state, (failure,))
+    if state.phase is Phase.REOPENING and update.retry:
+        given_up = replace(update, retry=False, end=Outcome.ABORTED, failures=(*update.failures, failure))
+        return replace(state, update=given_up), ()
+    return None
+
+
+def drop_out(state: FleetState, replica: str, failures: tuple[Failure, ...], *, answered: bool) -> Moved:
+    """In a tolerant phase one member fails: mark it and go on with the others."""
+    update, row = current(state), TABLE[state.phase]
+    member = state.member(replica)
+    if member is not None:
+        state = state.with_member(_marked(state, row, member, failures, answered))
+        # The next attempt would need it.
+        if update.retry and state.phase is Phase.REOPENING:
+            update = replace(update, retry=False, end=Outcome.ABORTED)
+    update = replace(update, waiting=update.waiting - {replica}, failures=(*update.failures, *failures))
+    return proceed(replace(state, update=update))
+
+
+def stop_waiting(state: FleetState, replica: str) -> Moved:
+    """Nobody will answer for `replica` any more."""
+    update = state.update
+    if update is None or replica not in update.waiting:
+        return state, ()
+    return proceed(replace(state, update=replace(update, waiting=update.waiting - {replica})))
+
+
+def _marked(state: FleetState, row: Row, member: Member, failures: tuple[Failure, ...], answered: bool) -> Member:
+    """A silent member keeps owing its answer; one that answered with a refusal is shut unless it was fenced."""
+    owed = None if answered else phase_request(state, current(state), member)
+    shut = member.shut or (answered and all(failure.code != "replica_fenced" for failure in failures))
+    if row.phase is Phase.DISCARDING:
+        return replace(member, spare_unknown=True, previous=None, owed=owed)
+    if row.phase is Phase.RESTORING or answered:
+        return replace(member, standing=Standing.QUARANTINED, previous=None, owed=owed, shut=shut)
+    return replace(member, standing=Standing.LOST, owed=owed)
+
+
+def timed_out(state: FleetState) -> Moved:
+    """The deadline of the current phase."""
+    update, row = current(state), TABLE[state.phase]
+    code = "quiesce_timeout" if state.phase is Phase.PAUSING else "phase_timeout"
+    late = sorted(update.waiting)
+    if not row.tolerant:
+        return trouble(state, tuple(Failure(code, f"no answer in {state.phase}", replica=each) for each in late))
+    effects: tuple[Effect, ...] = ()
+    for replica in late:
+        # The last one moves the machine on.
+        state, effects = drop_out(
+            state, replica, (Failure(code, f"no answer in {row.phase}", replica=replica),), answered=False
+        )
+    return state, effects
+
+
+# --- records and the end
+
+
+def record(state: FleetState, kind: RecordKind) -> Record:
+    update = current(state)
+    return Record(
+        kind=kind,
+        epoch=state.epoch,
+        serial=update.serial,
+        attempt=update.attempt,
+        update=update.update,
+        body_hash=update.body_hash,
+        op=update.kind,
+        version=update.version,
+        digest=update.digest,
+        manifest_digest=update.manifest_digest,
+        members=update.participants,
+        offer=update.offer,
+        manifest=update.manifest,
+        policy=update.policy,
+    )
+
+
+def finish(state: FleetState) -> Moved:
+    """The one end of an update (I4)."""
+    update = current(state)
+    outcome = update.end or Outcome.COMMITTED
+    if update.kind is Kind.CATCH_UP and outcome is not Outcome.COMMITTED:
+        state = _gave_up(state)
+    state = replace(state, phase=Phase.IDLE, update=None)
+    return state, (ClearDeadline(), Finish(result(state, update, outcome)))
+
+
+def _gave_up(state: FleetState) -> FleetState:
+    """Not tried again against the same live version, unless it was only in the way of a client."""
+    update = current(state)
+    if any(failure.code in CLIENT_REASONS for failure in update.failures):
+        return state
+    for member in present(state):
+        state = state.with_member(replace(member, gave_up_on=update.label))
+    return state
+
+
+def result(state: FleetState, update: Transaction, outcome: Outcome) -> Result:
+    reason = update.failures[0].code if update.failures and outcome is not Outcome.COMMITTED else ""
+    participants = dict(update.participants)
+    return Result(
+        update=update.update,
+        serial=update.serial,
+        attempts=update.attempt,
+        kind=update.kind,
+        outcome=outcome,
+        reason=reason,
+        failures=update.failures,
+        version=update.version,
+        digest=update.digest,
+        manifest_digest=update.manifest_digest,
+        proof=update.proof,
+        bytes_read=update.bytes_read,
+        tensors_changed=update.tensors_changed,
+        warnings=update.warnings,
+        aborted_requests=update.aborted_requests,
+        requeued_requests=update.requeued_requests,
+        members=tuple(_facts(member, participants) for member in state.members),
+        live=state.live.label if state.live else None,
+        rollback_to=state.rollback_to,
+    )
+
+
+def _facts(member: Member, participants: dict[str, str]) -> MemberFacts:
+    took_part = participants.get(member.replica) == member.incarnation
+    return MemberFacts(member.replica, member.incarnation, member.standing.value, took_part)

@@ -1,0 +1,194 @@
+"""Who is a member and how it stands: joining, leaving, silence and its end.
+
+Silence proves nothing (I9): a member that does not answer stays a member, and blocks the next publication unless it
+is known to be shut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from updater.core.effects import Accepted, Admit, Denied, Effect, Forget, Send
+from updater.core.errors import Failure
+from updater.core.events import Joined, Left, Refused, Replied, Seen
+from updater.core.flow import Moved, back_on_old, drop_out, stop_waiting, trouble
+from updater.core.participant import Description, FrontState, FrontStatus, ResumeRequest, SpareState
+from updater.core.requests import live
+from updater.core.state import FleetState, Member, Phase, Standing
+from updater.core.table import TABLE
+
+
+def joined(state: FleetState, event: Joined) -> Moved:
+    """A front asks to become a member. It is shut and stays so until IDLE admits it or an update enlists it."""
+    description = event.description
+    status = description.status
+    known = state.member(status.replica)
+    if known is not None and known.incarnation == status.incarnation:
+        after, more = seen(state, Seen(status.replica, status))
+        return after, (Accepted(""), *more)
+    problem = _join_problem(state, known, event)
+    if problem is not None:
+        return state, (Denied((problem,)),)
+    effects: tuple[Effect, ...] = ()
+    if known is not None:
+        gone = Failure("replica_lost", "came back as another process", replica=known.replica)
+        state, effects = removed(state, known.replica, gone)
+    return state.with_member(_newcomer(description)), (Accepted(""), *effects)
+
+
+def _join_problem(state: FleetState, known: Member | None, event: Joined) -> Failure | None:
+    status, config = event.description.status, event.description.config_hash
+    if status.fleet not in ("", state.fleet):
+        return Failure("bad_request", f"belongs to fleet {status.fleet!r}", replica=status.replica)
+    if known is not None and known.standing is not Standing.LOST and not event.old_gone:
+        return Failure("replica_id_taken", "another live process holds this id", replica=status.replica)
+    if status.state is FrontState.OPEN and state.live is None:
+        return Failure("adopt_needed", "serves already, but this coordinator knows no history", replica=status.replica)
+    if status.state is not FrontState.JOINING:
+        return Failure("wrong_phase", f"is {status.state.value}; only a restart can join", replica=status.replica)
+    others = {member.config_hash for member in state.members if member.replica != status.replica} - {""}
+    if config and others and config not in others:
+        return Failure("config_mismatch", "has another model config than the fleet", replica=status.replica)
+    return None
+
+
+def _newcomer(description: Description) -> Member:
+    status = description.status
+    return Member(
+        replica=status.replica,
+        incarnation=status.incarnation,
+        standing=Standing.JOINING,
+        live=status.live_digest,
+        shut=True,
+        url=description.url,
+        config_hash=description.config_hash,
+    )
+
+
+def left(state: FleetState, event: Left) -> Moved:
+    """DELETE. Without a word that it is dead, only a member that cannot be serving may go."""
+    member = state.member(event.replica)
+    if member is None:
+        return state, (Denied((Failure("not_found", "no such member", replica=event.replica),)),)
+    if not event.dead and not member.shut:
+        failure = Failure("member_blocked", "may be serving; confirm that it is dead", replica=event.replica)
+        return state, (Denied((failure,)),)
+    gone = Failure("replica_lost", "was removed", replica=event.replica)
+    after, effects = removed(state, event.replica, gone)
+    return after, (Accepted(""), *effects)
+
+
+# --- silence
+
+
+def removed(state: FleetState, replica: str, failure: Failure) -> Moved:
+    """The member is no more: nobody waits for it and nothing is sent to it."""
+    state, effects = lost(state, replica, failure)
+    after, more = stop_waiting(state.without_member(replica), replica)
+    return after, (*effects, Forget(replica), *more)
+
+
+def lost(state: FleetState, replica: str, failure: Failure) -> Moved:
+    """The member is out of reach. A running update takes it as its row says."""
+    member = state.member(replica)
+    if member is None or member.standing is Standing.QUARANTINED:
+        return state, ()
+    state = state.with_member(replace(member, standing=Standing.LOST))
+    if state.update is None or (replica, member.incarnation) not in state.update.participants:
+        return state, ()
+    row = TABLE[state.phase]
+    if row.tolerant and not state.update.recording:
+        waited = replica in state.update.waiting
+        return drop_out(state, replica, (failure,), answered=False) if waited else (state, ())
+    if row.trouble is not None:
+        return trouble(state, (failure.at(replica=replica),))
+    # The journal is being written: DECIDING looks at the standing when it is, RESUMING asks everybody anyway.
+    failures = (*state.update.failures, failure.at(replica=replica))
+    return replace(state, update=replace(state.update, failures=failures)), ()
+
+
+def broken(state: FleetState, replica: str, failure: Failure) -> Moved:
+    """The member itself says that only a restart or an audit helps: it is shut."""
+    after, effects = lost(state, replica, failure)
+    member = after.member(replica)
+    if member is None or (member.standing is Standing.QUARANTINED and member.shut):
+        return after, effects
+    shut = replace(member, standing=Standing.QUARANTINED, shut=True, owed=None, previous=None)
+    return after.with_member(shut), (*effects, Forget(replica))
+
+
+# --- and its end
+
+
+def seen(state: FleetState, event: Seen) -> Moved:
+    """A status poll. A late one may be old news, so it clears silence only where nothing is owed."""
+    member, status = state.member(event.replica), event.status
+    if member is None or member.incarnation != status.incarnation:
+        return state, ()
+    if status.state in (FrontState.BROKEN, FrontState.QUARANTINED):
+        code = "rank_died" if status.state is FrontState.BROKEN else "rank_failed"
+        return broken(state, event.replica, status.failure or Failure(code, f"is {status.state.value}"))
+    if state.phase is not Phase.IDLE or state.live is None:
+        return state, ()
+    if member.standing is Standing.LOST and member.owed is None:
+        return _back(state, member, status)
+    serves_live = status.live_version == str(live(state).version) and status.state is FrontState.OPEN
+    if serves_live and status.spare.state in (SpareState.EMPTY, SpareState.UNKNOWN):
+        member = replace(member, previous=None)
+    return state.with_member(member), ()
+
+
+def _back(state: FleetState, member: Member, status: FrontStatus) -> Moved:
+    label = live(state)
+    if status.state is FrontState.JOINING and not member.admitted:
+        return state.with_member(replace(member, standing=Standing.JOINING)), ()
+    serves = (status.state, status.live_version, status.live_digest)
+    if serves == (FrontState.OPEN, str(label.version), label.digest):
+        back = replace(member, standing=Standing.OK, shut=False, admitted=True)
+        return state.with_member(back), (Admit(member.replica),)
+    return state, ()
+
+
+def owes(state: FleetState, replica: str, verb: str, fence: object) -> Member | None:
+    """The member, if this answers what it owes."""
+    member = state.member(replica)
+    if member is None or member.owed is None:
+        return None
+    return member if (member.owed.verb, member.owed.fence) == (verb, fence) else None
+
+
+def paid(state: FleetState, member: Member, event: Replied) -> Moved:
+    """The acknowledgement that a member owed since an earlier phase."""
+    owed = member.owed
+    if event.verb == "restore":
+        return _reopen_restored(state, member)
+    if event.verb == "discard":
+        # Dropping the staging also reopens what was still paused.
+        settled = back_on_old(state, member.replica) if member.standing is Standing.LOST else state
+        return settled.with_member(replace(settled.member(member.replica) or member, owed=None)), ()
+    if event.verb == "join" or (owed and isinstance(owed.request, ResumeRequest) and owed.request.published):
+        digest = owed.request.digest if owed else member.live
+        serving = replace(member, standing=Standing.OK, owed=None, shut=False, admitted=True, live=digest)
+        return state.with_member(serving), (Admit(member.replica),)
+    return back_on_old(state, member.replica), ()
+
+
+def _reopen_restored(state: FleetState, member: Member) -> Moved:
+    """It took its installation back at last: it may reopen, and owes the acknowledgement of that."""
+    if member.owed is None:
+        raise LookupError(member.replica)
+    label, fence = live(state), member.owed.fence
+    send = Send(member.replica, "resume", ResumeRequest(fence, False, str(label.version), label.digest))
+    return state.with_member(replace(member, standing=Standing.LOST, owed=send)), (send,)
+
+
+def unpaid(state: FleetState, member: Member, event: Refused) -> Moved:
+    """It refused what it owed. A refused join leaves it joining; anything else says that its state is not known."""
+    if event.verb == "join":
+        label = live(state)
+        refused = replace(member, standing=Standing.JOINING, owed=None, shut=True, gave_up_on=label)
+        return state.with_member(refused), ()
+    if event.verb == "discard":
+        return state.with_member(replace(member, owed=None)), ()
+    shut = member.shut or all(failure.code != "replica_fenced" for failure in event.failures)
+    return state.with_member(replace(member, standing=Standing.QUARANTINED, owed=None, shut=shut)), ()

@@ -1,0 +1,93 @@
+"""What the fleet machine demands of replies: one by one, and of all of a phase together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from updater.core.errors import Failure
+from updater.core.participant import Kind, PauseReply, PlanReply, StageReply, VerifyReply
+from updater.core.state import Phase, Transaction
+
+
+def objection(phase: Phase, update: Transaction, replica: str, reply: Any) -> Failure | None:
+    """Why one reply cannot be accepted, or None."""
+    if phase is not Phase.PAUSING or not isinstance(reply, PauseReply):
+        return None
+    if reply.asleep:
+        return Failure("replica_asleep", "asleep at the pause", replica=replica)
+    if reply.staged_serial != update.serial:
+        return Failure("replica_fenced", f"holds staging of serial {reply.staged_serial}", replica=replica)
+    if reply.staged_digest != update.digest:
+        return Failure("tensor_digest", "holds other bytes than it voted for", replica=replica)
+    return None
+
+
+def verdict(phase: Phase, update: Transaction) -> tuple[Failure, ...]:
+    """What is wrong with all replies of the phase together."""
+    replies = update.replies
+    if phase is Phase.PLANNING:
+        promised = {name: reply.manifest_digest for name, reply in replies if isinstance(reply, PlanReply)}
+        return _unequal(promised, "manifest_mismatch", "the members read different manifests")
+    if phase is Phase.VERIFYING:
+        observed = {name: reply.observed for name, reply in replies if isinstance(reply, VerifyReply)}
+        return _unequal(observed, "copies_differ", "the members hold different bytes") or _not_target(update, observed)
+    return ()
+
+
+def _unequal(values: dict[str, str], code: str, message: str) -> tuple[Failure, ...]:
+    if len(set(values.values())) <= 1:
+        return ()
+    return tuple(Failure(code, f"{message}: {value or 'none'}", replica=name) for name, value in values.items())
+
+
+def _not_target(update: Transaction, observed: dict[str, str]) -> tuple[Failure, ...]:
+    """A rollback and a catch-up have to arrive at bytes that are already known."""
+    code = "source_changed" if update.kind is Kind.CATCH_UP else "tensor_digest"
+    return tuple(
+        Failure(code, f"observed {value}, wanted {update.digest}", replica=name)
+        for name, value in observed.items()
+        if value != update.digest
+    )
+
+
+def collect(phase: Phase, update: Transaction) -> Transaction:
+    """What the replies of a finished phase add to the receipt. The vote fixes an update's digest."""
+    replies = [reply for _, reply in update.replies]
+    warnings = tuple(dict.fromkeys([*update.warnings, *_warnings(replies)]))
+    update = replace(update, warnings=warnings)
+    if phase is Phase.PLANNING:
+        return _collect_plans(update, [reply for reply in replies if isinstance(reply, PlanReply)])
+    if phase is Phase.STAGING:
+        read = sum(reply.bytes_read for reply in replies if isinstance(reply, StageReply))
+        return replace(update, bytes_read=read)
+    if phase is Phase.VERIFYING:
+        return _collect_votes(update, [reply for reply in replies if isinstance(reply, VerifyReply)])
+    if phase is Phase.PAUSING:
+        pauses = [reply for reply in replies if isinstance(reply, PauseReply)]
+        return replace(
+            update,
+            aborted_requests=update.aborted_requests + sum(reply.aborted for reply in pauses),
+            requeued_requests=update.requeued_requests + sum(reply.requeued for reply in pauses),
+        )
+    return update
+
+
+def _warnings(replies: list[Any]) -> list[str]:
+    return [text for reply in replies if isinstance(reply, PlanReply | VerifyReply) for text in reply.warnings]
+
+
+def _collect_plans(update: Transaction, plans: list[PlanReply]) -> Transaction:
+    digests = [plan.manifest_digest for plan in plans]
+    return replace(update, manifest_digest=digests[0] if digests else "")
+
+
+def _collect_votes(update: Transaction, votes: list[VerifyReply]) -> Transaction:
+    proofs = {vote.proof for vote in votes}
+    digest = update.digest or (votes[0].observed if votes else "")
+    return replace(
+        update,
+        digest=digest,
+        proof=proofs.pop() if len(proofs) == 1 else "structure_only",
+        tensors_changed=max((vote.tensors_changed for vote in votes), default=0),
+    )
