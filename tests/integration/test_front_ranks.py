@@ -1,0 +1,143 @@
+"""Rank processes under a pool: refusals, deaths and deadlines are told by rank, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine_adapter.base import TokenEvent
+from engine_adapter.rank_messages import RankPause, RankStage, RankStatus
+from engine_adapter.ranks import PoolSettings, RankPool
+from engine_adapter.testing import make_toy_checkpoint
+from updater.core.errors import Failure, LiveweightsError
+
+pytestmark = pytest.mark.engine
+
+TOY = "engine_adapter.testing:build_toy"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_checkpoint(tmp_path_factory.mktemp("toy") / "start")
+
+
+class Heard:
+    """What a pool says on its own."""
+
+    def __init__(self) -> None:
+        self.tokens: list[TokenEvent] = []
+        self.deaths: list[Failure] = []
+        self.died = asyncio.Event()
+
+    def death(self, failure: Failure) -> None:
+        self.deaths.append(failure)
+        self.died.set()
+
+
+def with_pool(
+    model: Path, scene: Callable[[RankPool, Heard], Awaitable[None]], *, size: int = 2, **options: str | int
+) -> None:
+    """Run the scene over started ranks; afterwards none of them may exist."""
+
+    async def run() -> tuple[int, ...]:
+        heard = Heard()
+        settings = PoolSettings(TOY, str(model), size, options)
+        pool = RankPool(settings, on_tokens=heard.tokens.append, on_death=heard.death)
+        await pool.start()
+        pids = pool.pids
+        try:
+            async with asyncio.timeout(60):
+                await scene(pool, heard)
+        finally:
+            await pool.stop(1.0)
+        return pids
+
+    assert not any(psutil.pid_exists(pid) for pid in asyncio.run(run()))
+
+
+async def refused(work: Awaitable[object]) -> tuple[Failure, ...]:
+    with pytest.raises(LiveweightsError) as caught:
+        await work
+    return caught.value.failures
+
+
+def test_a_killed_rank_is_known_by_its_process_and_fails_every_call(model: Path) -> None:
+    async def scene(pool: RankPool, heard: Heard) -> None:
+        assert [hello.info.rank for hello in pool.hellos] == [0, 1]
+        assert len(await pool.call("status", RankStatus(), deadline_s=10.0)) == 2
+        failures = await refused(pool.call("stage", RankStage(3, 5.0), deadline_s=10.0))
+        assert {(failure.code, failure.rank) for failure in failures} == {("wrong_phase", 0), ("wrong_phase", 1)}
+        assert heard.deaths == []
+        os.kill(pool.pids[1], signal.SIGKILL)
+        await heard.died.wait()
+        assert next((failure.code, failure.rank) for failure in heard.deaths) == ("rank_died", 1)
+        failures = await refused(pool.call("status", RankStatus(), deadline_s=10.0))
+        assert ("rank_died", 1) in {(failure.code, failure.rank) for failure in failures}
+
+    with_pool(model, scene)
+
+
+def test_a_rank_that_hangs_costs_its_deadline_and_no_more(model: Path) -> None:
+    async def scene(pool: RankPool, heard: Heard) -> None:
+        failures = await refused(pool.call("pause", RankPause(1, 2.0), deadline_s=2.0))
+        assert [(failure.code, failure.rank) for failure in failures] == [("phase_timeout", 1)]
+
+    with_pool(model, scene, fault="hang:before:pause:1:1")
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "code"),
+    [
+        ("engine_adapter.testing:no_such_engine", {}, "bad_request"),
+        ("engine_adapter.no_such_module:build", {}, "bad_request"),
+        (TOY, {"no_such_option": 1}, "rank_failed"),
+    ],
+)
+def test_a_rank_that_cannot_build_its_engine_says_why_and_leaves(
+    model: Path, factory: str, options: dict[str, int], code: str
+) -> None:
+    async def run() -> tuple[int, ...]:
+        pool = RankPool(PoolSettings(factory, str(model), 1, options), on_tokens=print, on_death=print)
+        failures = await refused(pool.start())
+        assert [(failure.code, failure.rank) for failure in failures] == [(code, 0)]
+        return pool.pids
+
+    assert not any(psutil.pid_exists(pid) for pid in asyncio.run(run()))
+
+
+FRONT = """
+import asyncio, sys
+from engine_adapter.ranks import PoolSettings, RankPool
+
+async def main():
+    pool = RankPool(PoolSettings({factory!r}, {model!r}, 2), on_tokens=print, on_death=print)
+    await pool.start()
+    print(*pool.pids, flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+def test_ranks_do_not_outlive_a_front_that_was_killed(model: Path) -> None:
+    code = FRONT.format(factory=TOY, model=str(model))
+    front = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert front.stdout is not None
+        ranks = [psutil.Process(int(pid)) for pid in front.stdout.readline().split()]
+        assert len(ranks) == 2
+    finally:
+        front.kill()
+        front.wait()
+        assert front.stdout is not None
+        front.stdout.close()
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    assert alive == []
