@@ -18,6 +18,7 @@ class HandEngine:
         self.cancelled: list[str] = []
         self.refuse_submits = False
         self.gate: Gate | None = None
+        self._came = asyncio.Event()
 
     def submit(self, request: GenerateRequest) -> asyncio.Future[Any]:
         taken: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -25,8 +26,15 @@ class HandEngine:
             taken.set_exception(Aborted(Failure("rank_failed", "told to refuse", rank=0)))
         else:
             self.submitted[request.request_id] = request
+            self._came.set()
             taken.set_result(None)
         return taken
+
+    async def until_submitted(self, count: int) -> None:
+        """Until so many requests have come."""
+        while len(self.submitted) < count:
+            self._came.clear()
+            await self._came.wait()
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)

@@ -252,7 +252,7 @@ def test_an_exact_version_is_checked_again_at_the_switch(mode: InFlight) -> None
         await settle()
         assert free.finish_reason is None
         assert free.engine_id in engine.submitted
-        assert ("r1" in engine.cancelled)
+        assert "r1" in engine.cancelled
         assert "r1.1" not in engine.submitted
 
     play(scene)
