@@ -26,14 +26,15 @@ from updater.core.errors import Failure, LiveweightsError
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS ownership (fleet TEXT PRIMARY KEY, epoch INTEGER NOT NULL, owner TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS requests (
-    id TEXT PRIMARY KEY, serial INTEGER NOT NULL UNIQUE, kind TEXT NOT NULL, body_hash TEXT NOT NULL,
-    body TEXT NOT NULL, created REAL NOT NULL, receipt TEXT) STRICT;
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, serial INTEGER NOT NULL, kind TEXT NOT NULL,
+    body_hash TEXT NOT NULL, body TEXT NOT NULL, created REAL NOT NULL, receipt TEXT) STRICT;
 CREATE TABLE IF NOT EXISTS records (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, epoch INTEGER NOT NULL, serial INTEGER NOT NULL, attempt INTEGER NOT NULL,
     kind TEXT NOT NULL, record TEXT NOT NULL, manifest TEXT NOT NULL, at REAL NOT NULL,
     UNIQUE (serial, attempt, kind)) STRICT;
 CREATE TABLE IF NOT EXISTS members (replica TEXT PRIMARY KEY, url TEXT NOT NULL) STRICT;
 """
+_REQUEST = "id, serial, kind, body_hash, body, created, receipt"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -50,7 +51,8 @@ class OwnershipLost(JournalFailed):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request that was taken in. `receipt`: JSON text, or None while it runs."""
+    """A request that was taken in. `serial` 0: it ended before its turn came. `receipt`: JSON text, or None while
+    it runs."""
 
     id: str
     serial: int
@@ -126,7 +128,7 @@ class Journal:
         """Take a request in, before anything is sent because of it."""
         with self._owned() as db:
             db.execute(
-                "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT INTO requests ({_REQUEST}) VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
                     request.id,
                     request.serial,
@@ -145,14 +147,15 @@ class Journal:
                 raise OSError(f"no request {request_id!r}")
 
     def request(self, request_id: str) -> Request | None:
-        rows = self._read("SELECT * FROM requests WHERE id = ?", request_id)
+        rows = self._read(f"SELECT {_REQUEST} FROM requests WHERE id = ?", request_id)
         return Request(*rows[0]) if rows else None
 
     def requests(self, *, limit: int = 1000, running: bool = False) -> tuple[Request, ...]:
         """Newest first; `running`: only those without a receipt."""
         where = "WHERE receipt IS NULL" if running else ""
         return tuple(
-            Request(*row) for row in self._read(f"SELECT * FROM requests {where} ORDER BY serial DESC LIMIT ?", limit)
+            Request(*row)
+            for row in self._read(f"SELECT {_REQUEST} FROM requests {where} ORDER BY seq DESC LIMIT ?", limit)
         )
 
     def last_serial(self) -> int:
@@ -185,13 +188,10 @@ class Journal:
     def records(self) -> tuple[Record, ...]:
         return tuple(entry.record for entry in self.entries())
 
-    def last_published(self) -> Entry | None:
-        """What is live, and since when."""
-        rows = self._read(
-            "SELECT record, manifest, at FROM records WHERE kind = ? ORDER BY seq DESC LIMIT 1",
-            RecordKind.PUBLISHED.value,
-        )
-        return Entry(self._record(rows[0][0], rows[0][1]), rows[0][2]) if rows else None
+    def published_at(self) -> float | None:
+        """Since when what is live is live."""
+        rows = self._read("SELECT at FROM records WHERE kind = ? ORDER BY seq DESC LIMIT 1", RecordKind.PUBLISHED.value)
+        return rows[0][0] if rows else None
 
     def _record(self, text: str, manifest: str) -> Record:
         with self._guarded():

@@ -119,12 +119,10 @@ def test_a_record_comes_back_whole_with_its_manifest_from_a_file(tmp_path: Path)
     written = record(manifest='{"tensors":[]}')
     journal.append(written, 1.0)
     assert journal.records() == (written,)
-    assert journal.last_published() is None
+    assert journal.published_at() is None
     journal.append(record(kind=RecordKind.PUBLISHED), 2.0)
     journal.append(record(serial=2, step=8), 3.0)
-    found = journal.last_published()
-    assert found is not None
-    assert (found.record.version, found.at) == (Version(0, 7), 2.0)
+    assert journal.published_at() == 2.0
 
 
 def test_a_record_without_its_manifest_is_a_failed_journal(tmp_path: Path) -> None:
@@ -156,11 +154,11 @@ def test_requests_members_and_receipts_come_back(tmp_path: Path) -> None:
     assert [(m.replica, m.url[-1]) for m in again.members()] == [("r0", "3"), ("r1", "2")]
 
 
-def test_a_serial_is_used_once(tmp_path: Path) -> None:
+def test_an_id_is_used_once(tmp_path: Path) -> None:
     journal = owned(tmp_path)
     journal.add_request(request("a", 1))
     with pytest.raises(JournalFailed):
-        journal.add_request(request("b", 1))
+        journal.add_request(request("a", 2))
 
 
 def test_any_error_ends_the_journal(tmp_path: Path) -> None:
@@ -168,7 +166,7 @@ def test_any_error_ends_the_journal(tmp_path: Path) -> None:
     journal = owned(tmp_path)
     with pytest.raises(JournalFailed):
         journal.put_receipt("no such request", "{}")
-    for call in (journal.records, journal.last_published, journal.members, lambda: journal.append(record(), 1.0)):
+    for call in (journal.records, journal.published_at, journal.members, lambda: journal.append(record(), 1.0)):
         with pytest.raises(JournalFailed):
             call()
     assert owned(tmp_path).records() == ()

@@ -1,0 +1,217 @@
+"""The coordinator: the parts put together, its life from recovery to the last goodbye, and what it shows.
+
+All methods run on one event loop. Decisions are the fleet machine's (`updater.core`), clients are served at the
+`desk`, replicas come and go through `joins`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable
+
+from updater.clock import Clock, LoopClock
+from updater.core import events as ev
+from updater.core.effects import Finish, Started
+from updater.core.errors import Failure
+from updater.core.participant import Kind
+from updater.core.state import FleetState, Phase, Standing
+from updater.desk import Desk
+from updater.joins import Joins
+from updater.journal import Journal
+from updater.machine import Machine
+from updater.membership import Directory, Probe
+from updater.metrics import Metrics
+from updater.outbox import Outbox
+from updater.participants import HttpParticipant, ParticipantFactory
+from updater.recover import Recovery
+from updater.requests import checked_manifest
+from updater.schemas import FleetState as FleetView
+from updater.schemas import MemberState, VersionState
+from updater.settings import Settings
+
+_log = logging.getLogger("liveweights.coordinator")
+
+
+def http_participants(settings: Settings) -> ParticipantFactory:
+    """Fronts over HTTP, asked with this coordinator's admin token."""
+    return lambda replica, url: HttpParticipant(replica, url, settings.tokens.admin)
+
+
+class Coordinator:
+    """`start` before anything else, `close` at the end. `on_stop` is called once if it has to stop by itself."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        make: ParticipantFactory | None = None,
+        clock: Clock | None = None,
+        on_stop: Callable[[Failure], None] = lambda _failure: None,
+    ) -> None:
+        deadlines, make = settings.deadlines, make or http_participants(settings)
+        self.settings, self.metrics = settings, Metrics()
+        self._clock, self._on_stop, self._make = clock or LoopClock(), on_stop, make
+        self._journal = Journal(settings.state, settings.fleet)
+        self._directory = Directory()
+        self._machine = Machine(self._journal, self._clock, self)
+        feed = self._machine.feed
+        self._outbox = Outbox(self._clock, deadlines, self._directory.participant, feed, self._unanswered)
+        self._machine.attach(self._outbox)
+        self.probe = Probe(self._directory, self._clock, deadlines, lambda: self.state.members, feed)
+        self.desk = Desk(settings, self._journal, self._machine, self._clock, self.metrics)
+        self.joins = Joins(make, self._directory, self._journal, self._machine, self.desk, deadlines)
+        self._probing: asyncio.Task[None] | None = None
+        self._recovered = False
+
+    # -- life
+
+    async def start(self) -> None:
+        """Take the fleet over, recover, and begin to probe. Raises JournalFailed."""
+        recovery = Recovery(self._journal, self._directory, self._make, self.settings, self._clock)
+        found = await recovery.run(secrets.token_hex(8))
+        self.desk.recover(found.going_on, found.given_up)
+        self._machine.begin(found.state, found.effects)
+        self._recovered = True
+        self._probing = asyncio.get_running_loop().create_task(self.probe.run())
+
+    async def wind_down(self) -> None:
+        """Take nothing in, abort what is undecided, let what is decided finish within the deadline."""
+        self.desk.closed = self.desk.closed or Failure("shut", "the coordinator is about to end")
+        if self.stopped is None:
+            self._abort_everything()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.deadlines.shutdown_s):
+                    await asyncio.gather(*(update.done.wait() for update in self.desk.running))
+
+    async def close(self) -> None:
+        """Wind down if that was not done, then leave nothing running."""
+        await self.wind_down()
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
+        self._machine.stop(Failure("shut", "the coordinator ended"))
+        await self._outbox.close()
+        await self._directory.close()
+        self._journal.close()
+
+    def _abort_everything(self) -> None:
+        """What is past its decision does not listen. The ones that wait go first, or they would begin."""
+        running = self.state.update
+        for update in sorted(self.desk.running, key=lambda each: running is not None and each.serial == running.serial):
+            if update.kind is not Kind.CATCH_UP:
+                self._machine.ask(ev.AbortRequested(update.id))
+
+    @property
+    def state(self) -> FleetState:
+        return self._machine.state
+
+    @property
+    def stopped(self) -> Failure | None:
+        """Why it stopped by itself, or was closed."""
+        return self._machine.stopped
+
+    # -- what the machine tells (`machine.Owner`)
+
+    def on_moved(self, before: FleetState, after: FleetState) -> None:
+        self.desk.moved(before, after)
+
+    def on_event(self, event: ev.Event) -> None:
+        if isinstance(event, ev.Replied | ev.Refused):
+            self._directory.answered(event.replica)
+        if isinstance(event, ev.Replied):
+            self.desk.heard(event)
+
+    def on_started(self, started: Started) -> None:
+        self.desk.started(started)
+
+    def on_finished(self, finish: Finish) -> None:
+        self.desk.finished(finish, {member.replica: self._directory.view(member) for member in self.state.members})
+
+    def on_admitted(self, replica: str) -> None:
+        """It serves what is live: shown at once, not only after the next probe."""
+        live = self.state.live
+        if live is not None:
+            self._directory.now_serves(replica, str(live.label.version), live.label.digest)
+
+    def on_stopped(self, failure: Failure) -> None:
+        self.desk.stop(failure)
+        self._on_stop(failure)
+
+    def _unanswered(self, replica: str, refused: bool) -> None:
+        """Nobody listens at its address: as good as a missed probe. A slow answer says nothing."""
+        member = self.state.member(replica)
+        if refused and member is not None and self.stopped is None:
+            self.probe.unanswered(replica, member.incarnation)
+
+    # -- views
+
+    @property
+    def live_version(self) -> str | None:
+        """What serves now, as a label."""
+        return str(self.state.live.label.version) if self.state.live is not None else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether an update could begin: recovered, not stopped, and somebody serves."""
+        return (
+            self._recovered
+            and self.stopped is None
+            and self.desk.closed is None
+            and any(member.standing is Standing.OK for member in self.state.members)
+        )
+
+    def version(self) -> VersionState:
+        with self._machine.journaled():
+            since = self._journal.published_at()
+        live, back = self.state.live, self.state.rollback_to
+        return VersionState(
+            version=self.live_version,
+            digest=live.label.digest if live is not None else "",
+            manifest_digest=live.manifest_digest if live is not None else "",
+            since=since,
+            rollback_to=str(back.version) if back is not None else None,
+            epoch=self.state.epoch,
+        )
+
+    def members(self) -> list[MemberState]:
+        return [self._directory.view(member) for member in self.state.members]
+
+    def fleet(self) -> FleetView:
+        state = self.state
+        serial = state.update.serial if state.update is not None else 0
+        running = next((each.id for each in self.desk.running if serial and each.serial == serial), None)
+        return FleetView(
+            fleet=self.settings.fleet,
+            epoch=state.epoch,
+            phase=Phase.STOPPED.value if self.stopped is not None else state.phase.value,
+            live_version=self.live_version,
+            rollback_to=str(state.rollback_to.version) if state.rollback_to is not None else None,
+            update=running,
+            members=self.members(),
+        )
+
+    async def adopt(self, members: list[tuple[str, str]]) -> None:
+        """Take over a fleet with history under an empty journal. Raises LiveweightsError."""
+        self.desk.must_run()
+        raise self.desk.error(Failure("mode_unsupported", f"adopting {len(members)} members is not supported yet"))
+
+    # -- manifests
+
+    def put_manifest(self, digest: str, text: bytes) -> str:
+        """Keep an uploaded manifest. Raises `manifest_invalid`, `manifest_mismatch`."""
+        self.desk.must_run()
+        manifest = checked_manifest(text)
+        if manifest.digest != digest:
+            raise self.desk.error(Failure("manifest_mismatch", f"the document's digest is {manifest.digest}"))
+        with self._machine.journaled():
+            self._journal.put_manifest(digest, manifest.to_json())
+        return digest
+
+    def manifest(self, digest: str) -> str:
+        with self._machine.journaled():
+            text = self._journal.manifest(digest)
+        if text is None:
+            raise self.desk.error(Failure("not_found", f"no manifest {digest}"))
+        return text

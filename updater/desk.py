@@ -1,0 +1,295 @@
+"""Where clients are served: begin, repeat, renew, seal, commit, abort; and the receipt at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from updater.clock import Clock
+from updater.core import events as ev
+from updater.core.effects import Denied, Finish, Outcome, Result, Started
+from updater.core.errors import CODES, Failure, LiveweightsError, Rejected, Unavailable
+from updater.core.participant import Kind
+from updater.core.policy import CommitMode
+from updater.core.state import FleetState
+from updater.journal import Journal, Request
+from updater.machine import Machine
+from updater.metrics import Metrics
+from updater.requests import Asked, asked_rollback, asked_update
+from updater.schemas import MemberState, Receipt, RollbackRequest, UpdateRequest, UpdateState
+from updater.settings import Settings
+from updater.timeline import Timeline
+from updater.updates import Lease, Update, receipt_of
+
+
+class Desk:
+    """The updates of one coordinator. Every method may raise LiveweightsError."""
+
+    def __init__(self, settings: Settings, journal: Journal, machine: Machine, clock: Clock, metrics: Metrics) -> None:
+        self._settings, self._journal, self._machine = settings, journal, machine
+        self._clock, self._metrics = clock, metrics
+        self._running: dict[str, Update] = {}  # and waiting, by id
+        self.closed: Failure | None = None  # why nothing new is taken in
+
+    # -- beginning
+
+    def begin_update(self, request: UpdateRequest) -> Update:
+        """A new update, or the one that this request began before (I7)."""
+        self.must_run()
+        roots = self._settings.allowed_roots
+        return self._begin(asked_update(request, self._machine.state, roots, self._uploaded, self._known))
+
+    def begin_rollback(self, request: RollbackRequest) -> Update:
+        self.must_run()
+        return self._begin(asked_rollback(request, self._machine.state.serial))
+
+    def _begin(self, asked: Asked) -> Update:
+        event = asked.event
+        known = self._known(event.update)
+        if known is not None:
+            if known[0] != event.body_hash:
+                raise self.error(Failure("id_reused", f"{event.update!r} was used with another body"))
+            return self.find(event.update)
+        if event.manifest:
+            with self._machine.journaled():
+                self._journal.keep_manifest(event.manifest)
+        update = self._new(event.update, event.body_hash, asked.body, event.kind, asked.version)
+        answer = self._machine.ask(event)
+        if isinstance(answer, Denied):
+            self._running.pop(update.id, None)
+            raise self.error(*answer.failures)
+        seconds = self._lease_seconds(asked)
+        if seconds is not None and not update.done.is_set():
+            update.lease = Lease(self._clock, seconds, lambda: self._machine.feed(ev.LeaseExpired(update.id)))
+        return update
+
+    def _new(self, update_id: str, body_hash: str, body: str, kind: Kind, version: str) -> Update:
+        update = Update(update_id, body_hash, body, kind, version, self._clock.wall(), Timeline(self._clock.now()))
+        self._running[update_id] = update
+        return update
+
+    def _lease_seconds(self, asked: Asked) -> float | None:
+        """A disk push that commits by itself needs nobody to come back."""
+        if asked.lease_s is not None:
+            return asked.lease_s
+        return self._settings.deadlines.update_lease_s if asked.event.policy.commit is CommitMode.MANUAL else None
+
+    def _uploaded(self, digest: str) -> str | None:
+        with self._machine.journaled():
+            return self._journal.manifest(digest)
+
+    def _known(self, update_id: str) -> tuple[str, Receipt | None] | None:
+        running = self._running.get(update_id)
+        if running is not None:
+            return running.body_hash, None
+        with self._machine.journaled():
+            request = self._journal.request(update_id)
+        if request is None:
+            return None
+        return request.body_hash, Receipt.model_validate_json(request.receipt) if request.receipt else None
+
+    # -- while it runs
+
+    def find(self, update_id: str) -> Update:
+        """One that runs, waits or ended. Raises `not_found`."""
+        running = self._running.get(update_id)
+        if running is not None:
+            return running
+        with self._machine.journaled():
+            request = self._journal.request(update_id)
+        if request is None or request.receipt is None:
+            raise self.error(Failure("not_found", f"no update {update_id!r}"))
+        return _ended(request, Receipt.model_validate_json(request.receipt))
+
+    def view(self, update: Update) -> UpdateState:
+        state = update.state(self._clock.now())
+        if update.receipt is None:
+            return state
+        return state.model_copy(update={"phases_ms": update.receipt.phases_ms})
+
+    def renew(self, update_id: str) -> Update:
+        """Raises `lease_expired` if it comes too late; harmless for an update without a lease."""
+        update = self._going_on(update_id)
+        if update.lease is not None:
+            update.lease.renew()
+        return update
+
+    def seal(self, update_id: str) -> Update:
+        return self._tell(self._going_on(update_id), ev.Seal(update_id))
+
+    def commit(self, update_id: str) -> Update:
+        """A manual commit. Once it is accepted the coordinator's deadlines rule, not the client's lease."""
+        update = self._tell(self._going_on(update_id), ev.CommitRequested(update_id))
+        if update.lease is not None:
+            update.lease.cancel()
+            update.lease = None
+        return update
+
+    def abort(self, update_id: str) -> Update:
+        return self._tell(self._going_on(update_id), ev.AbortRequested(update_id))
+
+    def _going_on(self, update_id: str) -> Update:
+        self.must_run()
+        update = self.find(update_id)
+        if update.receipt is not None:
+            code = "lease_expired" if update.receipt.reason == "lease_expired" else "wrong_phase"
+            raise self.error(Failure(code, f"{update_id} ended: {update.receipt.outcome}"))
+        if update.lease is not None and update.lease.left <= 0:
+            # Hazard 9: what comes after the lease and before its timer is late all the same.
+            self._machine.feed(ev.LeaseExpired(update_id))
+            raise self.error(Failure("lease_expired", f"the lease of {update_id} is over"))
+        return update
+
+    def _tell(self, update: Update, event: ev.ClientEvent) -> Update:
+        answer = self._machine.ask(event)
+        if isinstance(answer, Denied):
+            raise self.error(*answer.failures)
+        return update
+
+    # -- what the machine reports
+
+    def moved(self, before: FleetState, after: FleetState) -> None:
+        """Clocks and watchers follow the phase of the running update."""
+        if after.update is None:
+            return
+        update = self._by_serial(after.update.serial)
+        if update is None:
+            return
+        update.attempt = after.update.attempt
+        if before.phase is not after.phase or before.update is None:
+            update.phase = after.phase.value
+            update.timeline.enter(after.phase, self._clock.now())
+            update.tell("phase", self.view(update).model_dump(mode="json"))
+
+    def heard(self, event: ev.Replied) -> None:
+        update = self._by_serial(event.fence.serial)
+        if update is not None:
+            update.heard(event.replica, event.reply)
+            update.tell("progress", {"replica": event.replica, "verb": event.verb, "phase": update.phase})
+
+    def started(self, started: Started) -> None:
+        """The serial becomes durable before anybody hears of it."""
+        update = self._running.get(started.update)
+        if update is None:
+            name = started.update or f"catch-up-{started.serial}"
+            update = self._new(name, "", "{}", started.kind, str(started.version))
+        update.serial, update.version = started.serial, str(started.version)
+        self._journal.add_request(_request(update))
+        self._move_now(update)
+
+    def _move_now(self, update: Update) -> None:
+        state = self._machine.state
+        if state.update is not None and state.update.serial == update.serial:
+            update.phase = state.phase.value
+            update.timeline.enter(state.phase, self._clock.now())
+            update.tell("phase", self.view(update).model_dump(mode="json"))
+
+    def finished(self, finish: Finish, members: dict[str, MemberState]) -> None:
+        """The receipt is durable before anybody reads it."""
+        result = finish.result
+        update = self._by_serial(result.serial) if result.serial else self._running.get(result.update)
+        if update is None:
+            return
+        receipt = receipt_of(update, result, members, self._clock.now(), self._clock.wall())
+        if not update.serial:
+            self._journal.add_request(_request(update))
+        self._journal.put_receipt(update.id, receipt.model_dump_json())
+        self._running.pop(update.id, None)
+        self._metrics.ended(receipt)
+        update.end(receipt)
+
+    def recover(self, going_on: Iterable[Request], given_up: Iterable[Request]) -> None:
+        """After a restart: what goes on is waited for again, what nothing was recorded of ends as aborted."""
+        for request in going_on:
+            update = self._new(request.id, request.body_hash, request.body, Kind(request.kind), "")
+            update.serial, update.created = request.serial, request.created
+        for request in given_up:
+            update = _past(request)
+            receipt = receipt_of(update, _restarted(request), {}, self._clock.now(), self._clock.wall())
+            with self._machine.journaled():
+                self._journal.put_receipt(request.id, receipt.model_dump_json())
+            self._metrics.ended(receipt)
+
+    def stop(self, failure: Failure) -> None:
+        """Everybody who waits hears that nobody knows more."""
+        self.closed = failure
+        for update in self._running.values():
+            update.end(None)
+
+    def _by_serial(self, serial: int) -> Update | None:
+        return next((update for update in self._running.values() if update.serial == serial and serial), None)
+
+    # -- views and errors
+
+    @property
+    def running(self) -> tuple[Update, ...]:
+        """Running and waiting."""
+        return tuple(self._running.values())
+
+    def history(self, limit: int) -> list[Receipt]:
+        """Newest first."""
+        with self._machine.journaled():
+            requests = self._journal.requests(limit=limit)
+        return [Receipt.model_validate(json.loads(each.receipt)) for each in requests if each.receipt is not None]
+
+    def must_run(self) -> None:
+        failure = self.closed or self._machine.stopped
+        if failure is not None:
+            raise self.error(failure)
+
+    def error(self, *failures: Failure) -> LiveweightsError:
+        """Refused at the door, with what is live."""
+        live = self._machine.state.live
+        kind = Unavailable if CODES[failures[0].code] in (500, 503) else Rejected
+        return kind(*failures, live_version=str(live.label.version) if live is not None else None)
+
+
+def _request(update: Update) -> Request:
+    return Request(update.id, update.serial, update.kind.value, update.body_hash, update.body, update.created, None)
+
+
+def _ended(request: Request, receipt: Receipt) -> Update:
+    """An update of the past, as its receipt tells it."""
+    update = _past(request)
+    update.version, update.attempt = receipt.version, receipt.attempts
+    update.end(receipt)
+    return update
+
+
+def _past(request: Request) -> Update:
+    return Update(
+        request.id,
+        request.body_hash,
+        request.body,
+        Kind(request.kind),
+        "",
+        request.created,
+        Timeline(0.0),
+        serial=request.serial,
+    )
+
+
+def _restarted(request: Request) -> Result:
+    """Presumed abort: nothing of it was recorded, so it never was."""
+    failure = Failure("coordinator_restarted", "nothing was decided before the restart")
+    return Result(
+        update=request.id,
+        serial=request.serial,
+        attempts=0,
+        kind=Kind(request.kind),
+        outcome=Outcome.ABORTED,
+        reason=failure.code,
+        failures=(failure,),
+        version=None,
+        digest="",
+        manifest_digest="",
+        proof="",
+        bytes_read=0,
+        tensors_changed=0,
+        warnings=(),
+        aborted_requests=0,
+        requeued_requests=0,
+        members=(),
+        live=None,
+        rollback_to=None,
+    )

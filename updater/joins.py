@@ -1,0 +1,113 @@
+"""How replicas come and go: describe, ask the machine, remember."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from updater.core import events as ev
+from updater.core.effects import Denied
+from updater.core.errors import Failure, Unavailable
+from updater.core.participant import Description, StatusRequest
+from updater.desk import Desk
+from updater.journal import Journal, Member
+from updater.machine import Machine
+from updater.membership import Contact, Directory
+from updater.participants import Participant, ParticipantFactory, Refusal, Unreachable
+from updater.schemas import MemberState
+from updater.settings import Deadlines
+
+
+class Joins:
+    """Every method may raise LiveweightsError. Two joins of one id wait for each other."""
+
+    def __init__(
+        self,
+        make: ParticipantFactory,
+        directory: Directory,
+        journal: Journal,
+        machine: Machine,
+        desk: Desk,
+        deadlines: Deadlines,
+    ) -> None:
+        self._make, self._directory, self._journal = make, directory, journal
+        self._machine, self._desk, self._deadlines = machine, desk, deadlines
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def join(self, replica: str, url: str) -> MemberState:
+        """Take a front in: the machine admits it, brings it to the live version, or says why not."""
+        self._desk.must_run()
+        async with self._locks.setdefault(replica, asyncio.Lock()):
+            participant = self._make(replica, url)
+            try:
+                description = await self._describe(replica, url, participant)
+                old_gone = await self._old_gone(replica)
+                self._desk.must_run()
+                self._take_in(replica, Contact(participant, description, description.status), old_gone)
+            except BaseException:
+                await participant.close()
+                raise
+        member = self._machine.state.member(replica)
+        if member is None:
+            raise self._desk.error(Failure("replica_lost", "it left while it joined", replica=replica))
+        return self._directory.view(member)
+
+    def _take_in(self, replica: str, contact: Contact, old_gone: bool) -> None:
+        """Nothing is awaited between the machine's answer and the contact that its messages go to."""
+        if contact.description is None:
+            raise ValueError("a joiner has to be described")
+        known = self._machine.state.member(replica) is not None
+        before = self._directory.get(replica)
+        self._directory.put(replica, contact)
+        answer = self._machine.ask(ev.Joined(contact.description, old_gone))
+        if isinstance(answer, Denied):
+            if before is not None and known:
+                self._directory.put(replica, before)
+            else:
+                self._directory.remove(replica)
+            raise self._desk.error(*answer.failures)
+        # A crash before this line loses nothing: a front that was not admitted asks again.
+        with self._machine.journaled():
+            self._journal.put_member(Member(replica, contact.participant.url))
+        if before is not None:
+            self._close_soon(before.participant)
+
+    def _close_soon(self, participant: Participant) -> None:
+        task = asyncio.get_running_loop().create_task(participant.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _describe(self, replica: str, url: str, participant: Participant) -> Description:
+        try:
+            answer = await participant.call("describe", StatusRequest(), self._deadlines.join_s)
+        except Unreachable as silence:
+            raise Unavailable(Failure("unreachable", f"{url} does not answer: {silence}", replica=replica)) from None
+        except Refusal as refusal:
+            raise self._desk.error(*refusal.failures) from None
+        description: Description = answer
+        if description.status.replica != replica:
+            raise self._desk.error(
+                Failure("bad_request", f"{url} is replica {description.status.replica!r}", replica=replica)
+            )
+        return replace(description, url=url)
+
+    async def _old_gone(self, replica: str) -> bool:
+        """Whether the process that is the member now missed a probe, or another one answers in its place."""
+        member, contact = self._machine.state.member(replica), self._directory.get(replica)
+        if member is None or contact is None:
+            return True
+        status = await self._directory.ask(contact.participant, self._deadlines.status_s)
+        return status is None or status.incarnation != member.incarnation
+
+    async def leave(self, replica: str, confirm_dead: bool) -> None:
+        """Remove a member. One that may be serving needs `confirm_dead`: its silence proves nothing."""
+        self._desk.must_run()
+        answer = self._machine.ask(ev.Left(replica, confirm_dead))
+        if isinstance(answer, Denied):
+            raise self._desk.error(*answer.failures)
+        with self._machine.journaled():
+            self._journal.remove_member(replica)
+        gone = self._directory.remove(replica)
+        if gone is not None:
+            await gone.participant.close()

@@ -1,0 +1,202 @@
+"""The loop between the pure fleet machine and the world: events in, effects performed in order, nothing awaited.
+
+Everything runs on one event loop. `feed` works the queue off at once, so between the last acknowledgement of a phase
+and the messages of the next there is no task switch, only the journal's write.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from updater.clock import Clock, Timer
+from updater.core import events as ev
+from updater.core.effects import (
+    Accepted,
+    Admit,
+    Append,
+    ClearDeadline,
+    Denied,
+    Effect,
+    Finish,
+    Forget,
+    Send,
+    SetBackoff,
+    SetDeadline,
+    Started,
+    Stop,
+)
+from updater.core.errors import Failure
+from updater.core.fleet import step
+from updater.core.state import FleetState
+from updater.journal import Journal, JournalFailed
+from updater.outbox import Outbox
+
+_log = logging.getLogger("liveweights.coordinator")
+
+
+class Owner(Protocol):
+    """What the loop tells the coordinator, inside a step. May raise JournalFailed, nothing else."""
+
+    def on_moved(self, before: FleetState, after: FleetState) -> None: ...
+
+    def on_event(self, event: ev.Event) -> None: ...
+
+    def on_started(self, started: Started) -> None: ...
+
+    def on_finished(self, finish: Finish) -> None: ...
+
+    def on_admitted(self, replica: str) -> None: ...
+
+    def on_stopped(self, failure: Failure) -> None: ...
+
+
+class Machine:
+    """Holds the fleet state. `feed` and `ask` must be called on the loop's thread."""
+
+    def __init__(self, journal: Journal, clock: Clock, owner: Owner) -> None:
+        self._journal, self._clock, self._owner = journal, clock, owner
+        self._outbox: Outbox | None = None
+        self._queue: deque[ev.Event] = deque()
+        self._running = False
+        self._answer: Accepted | Denied | None = None
+        self._deadline: Timer | None = None
+        self._backoff: Timer | None = None
+        self.stopped: Failure | None = None
+        self.state = FleetState(fleet="", epoch=0)
+
+    def attach(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+
+    def begin(self, state: FleetState, effects: tuple[Effect, ...]) -> None:
+        """Start from what recovery found."""
+        self.state = state
+        self._perform_all(effects)
+        self._work()
+
+    def feed(self, event: ev.Event) -> None:
+        """Take one event. Called from inside a step, it is handled after that step."""
+        self._queue.append(event)
+        self._work()
+
+    def ask(self, event: ev.ClientEvent) -> Accepted | Denied:
+        """Take a client's event and return its answer."""
+        if self.stopped is not None:
+            return Denied((self.stopped,))
+        if self._running:
+            raise RuntimeError("a client's event inside a step")
+        self._answer = None
+        self.feed(event)
+        answer: Accepted | Denied | None = self._answer
+        if answer is None:
+            return Denied((self.stopped or Failure("internal", f"{type(event).__name__} was not answered"),))
+        return answer
+
+    @contextmanager
+    def journaled(self) -> Iterator[None]:
+        """For the journal's users outside a step: an error stops the machine before it travels on."""
+        try:
+            yield
+        except JournalFailed as error:
+            self.feed(ev.JournalFailed(error.failures[0]))
+            raise
+
+    def _work(self) -> None:
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._queue and self.stopped is None:
+                self._step(self._queue.popleft())
+        finally:
+            self._running = False
+
+    def _step(self, event: ev.Event) -> None:
+        before = self.state
+        try:
+            self._owner.on_event(event)
+            self.state, effects = step(before, event)
+        except Exception as error:  # the fleet boundary: a machine in an unknown state must not go on
+            _log.exception("the machine failed on %s", type(event).__name__)
+            self.stop(Failure("internal", f"{type(error).__name__} on {type(event).__name__}"))
+            return
+        if self.state.phase is not before.phase or self.state.update is not before.update:
+            self._owner.on_moved(before, self.state)
+        self._perform_all(effects)
+
+    def _perform_all(self, effects: tuple[Effect, ...]) -> None:
+        """In order. After a failed journal nothing that was asked for beyond it may happen (I8)."""
+        was_running, self._running = self._running, True
+        try:
+            for effect in effects:
+                self._perform(effect)
+                if self.stopped is not None:
+                    return
+        except JournalFailed as error:
+            _log.error("%s", error)
+            self._queue.clear()
+            self._queue.append(ev.JournalFailed(error.failures[0]))
+        finally:
+            self._running = was_running
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Send():
+                if self._outbox is not None:
+                    self._outbox.send(effect)
+            case Append(record):
+                self._journal.append(record, self._clock.wall())
+                self._queue.append(ev.Recorded(record.kind.value, record.serial, record.attempt))
+            case Accepted() | Denied():
+                self._answer = effect
+            case Started():
+                self._owner.on_started(effect)
+            case Finish():
+                self._owner.on_finished(effect)
+            case Admit(replica):
+                self._owner.on_admitted(replica)
+            case Forget(replica):
+                if self._outbox is not None:
+                    self._outbox.forget(replica)
+            case Stop(failure):
+                self.stop(failure)
+            case _:
+                self._time(effect)
+
+    def _time(self, effect: Effect) -> None:
+        match effect:
+            case SetDeadline(phase, serial, attempt, seconds):
+                self._clear_deadline()
+                self._deadline = self._later(seconds, ev.Deadline(phase, serial, attempt))
+            case ClearDeadline():
+                self._clear_deadline()
+            case SetBackoff(serial, attempt, seconds):
+                self._backoff = self._later(seconds, ev.BackoffEnded(serial, attempt))
+            case _:
+                raise TypeError(f"not an effect: {effect!r}")
+
+    def _later(self, seconds: float, event: ev.Event) -> Timer:
+        return self._clock.call_later(seconds, _feeder(self.feed, event))
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def stop(self, failure: Failure) -> None:
+        """Nothing happens any more, whatever comes. Pause leases reopen what has not installed."""
+        if self.stopped is not None:
+            return
+        self.stopped = failure
+        self._queue.clear()
+        self._clear_deadline()
+        if self._backoff is not None:
+            self._backoff.cancel()
+        self._owner.on_stopped(failure)
+
+
+def _feeder(feed: Callable[[ev.Event], None], event: ev.Event) -> Callable[[], None]:
+    return lambda: feed(event)

@@ -1,0 +1,160 @@
+"""Who the members are as processes: their participants, what they last said, and the probe that notices the dead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from updater import wire
+from updater.clock import Clock
+from updater.core.errors import Failure
+from updater.core.events import Event, Lost, Seen
+from updater.core.participant import Description, FrontState, FrontStatus, Spare, SpareState, StatusRequest
+from updater.core.state import Member, Standing
+from updater.participants import Participant, Refusal, Unreachable
+from updater.schemas import MemberState
+from updater.settings import Deadlines
+from updater.updates import failure_body
+
+
+@dataclass(slots=True, eq=False)
+class Contact:
+    """One replica as a process: how to reach it, and what it last said. `missed`: tries in a row without an answer."""
+
+    participant: Participant
+    description: Description | None = None
+    status: FrontStatus | None = None
+    missed: int = 0
+
+
+class Directory:
+    """Contacts by replica id. Nothing is decided here."""
+
+    def __init__(self) -> None:
+        self._contacts: dict[str, Contact] = {}
+
+    def participant(self, replica: str) -> Participant | None:
+        contact = self._contacts.get(replica)
+        return contact.participant if contact is not None else None
+
+    def get(self, replica: str) -> Contact | None:
+        return self._contacts.get(replica)
+
+    def put(self, replica: str, contact: Contact) -> None:
+        """From now on this is how the replica is reached. Closing the one it replaces is the caller's."""
+        self._contacts[replica] = contact
+
+    def remove(self, replica: str) -> Contact | None:
+        return self._contacts.pop(replica, None)
+
+    async def close(self) -> None:
+        contacts, self._contacts = list(self._contacts.values()), {}
+        await asyncio.gather(*(contact.participant.close() for contact in contacts), return_exceptions=True)
+
+    def answered(self, replica: str) -> None:
+        contact = self._contacts.get(replica)
+        if contact is not None:
+            contact.missed = 0
+
+    def missed(self, replica: str) -> int:
+        """One more try that nobody answered; how many in a row that makes."""
+        contact = self._contacts.get(replica)
+        if contact is None:
+            return 0
+        contact.missed += 1
+        return contact.missed
+
+    # -- what fronts say
+
+    def now_serves(self, replica: str, version: str, digest: str) -> None:
+        """It acknowledged that it is open: shown at once, not only after the next probe."""
+        contact = self._contacts.get(replica)
+        if contact is not None and contact.status is not None:
+            contact.status = replace(
+                contact.status, state=FrontState.OPEN, live_version=version, live_digest=digest, failure=None
+            )
+
+    async def ask(self, participant: Participant, seconds: float) -> FrontStatus | None:
+        """The status of one front, or None when it does not answer."""
+        try:
+            answer = await participant.call("status", StatusRequest(), seconds)
+        except (Refusal, Unreachable):
+            return None
+        return answer if isinstance(answer, FrontStatus) else None
+
+    async def ask_all(self, replicas: Iterable[str], seconds: float) -> dict[str, FrontStatus | None]:
+        """All at once; what they say is kept."""
+        asked = [(replica, self._contacts[replica]) for replica in replicas if replica in self._contacts]
+        answers = await asyncio.gather(*(self.ask(contact.participant, seconds) for _, contact in asked))
+        for (_, contact), answer in zip(asked, answers, strict=True):
+            if answer is not None:
+                contact.status, contact.missed = answer, 0
+        return {replica: answer for (replica, _), answer in zip(asked, answers, strict=True)}
+
+    def view(self, member: Member) -> MemberState:
+        """A member for people: the front's own state, unless the coordinator knows better."""
+        contact = self._contacts.get(member.replica)
+        status = contact.status if contact is not None else None
+        description = contact.description if contact is not None else None
+        if status is not None and status.incarnation != member.incarnation:
+            status = None
+        state = member.standing.value
+        if status is not None and member.standing in (Standing.OK, Standing.JOINING):
+            state = status.state.value
+        spare = status.spare if status is not None else Spare(SpareState.UNKNOWN)
+        if member.previous is not None:
+            spare = Spare(SpareState.PREVIOUS, version=str(member.previous.version), digest=member.previous.digest)
+        return MemberState(
+            replica=member.replica,
+            url=contact.participant.url if contact is not None else member.url,
+            state=state,
+            incarnation=member.incarnation,
+            live_version=status.live_version if status is not None else "",
+            live_digest=status.live_digest if status is not None else member.live,
+            spare=spare.state.value,
+            spare_version=spare.version,
+            engine=description.engine if description is not None else "",
+            model=description.model if description is not None else "",
+            ranks=[wire.plain(rank) for rank in description.ranks] if description is not None else [],
+            failures=[failure_body(status.failure)] if status is not None and status.failure is not None else [],
+        )
+
+
+class Probe:
+    """Asks every member for its status, for ever, so that a dead replica is noticed without an update."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        clock: Clock,
+        deadlines: Deadlines,
+        members: Callable[[], tuple[Member, ...]],
+        feed: Callable[[Event], None],
+    ) -> None:
+        self._directory, self._clock, self._deadlines = directory, clock, deadlines
+        self._members, self._feed = members, feed
+
+    async def run(self) -> None:
+        while True:
+            await self._clock.sleep(self._deadlines.probe_every_s)
+            await self.once()
+
+    async def once(self) -> None:
+        """One round. A member that came back counts again; one that missed too many in a row is lost."""
+        asked = {member.replica: member.incarnation for member in self._members()}
+        answers = await self._directory.ask_all(asked, self._deadlines.status_s)
+        for replica, status in answers.items():
+            if status is None:
+                self.unanswered(replica, asked[replica])
+            elif status.incarnation == asked[replica]:
+                self._feed(Seen(replica, status))
+            else:
+                # Another process answers there: the member is gone, whatever the newcomer does next.
+                failure = Failure("replica_lost", "another process answers in its place", replica=replica)
+                self._feed(Lost(replica, asked[replica], failure))
+
+    def unanswered(self, replica: str, incarnation: str) -> None:
+        """Count one miss; tell the machine once, when they are too many."""
+        if self._directory.missed(replica) == self._deadlines.lost_after:
+            self._feed(Lost(replica, incarnation, Failure("replica_lost", "it does not answer", replica=replica)))

@@ -1,0 +1,162 @@
+"""From a client's request to the machine's event: ids, versions, paths and manifests, checked before all else."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from updater import wire
+from updater.core.begin import wanted_version
+from updater.core.errors import refuse
+from updater.core.events import Begin
+from updater.core.participant import DiskOffer, Kind
+from updater.core.policy import Policy, conflict
+from updater.core.state import FleetState
+from updater.core.version import START, Version
+from updater.journal import canonical
+from updater.manifest import Manifest
+from updater.schemas import PolicyBody, Receipt, RollbackRequest, RunStep, UpdateRequest
+
+#: (body hash, receipt or None while it runs) of an id that was used before; None: it was not.
+Known = Callable[[str], tuple[str, Receipt | None] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A checked request. `body`: canonical JSON that the hash is of; `lease_s`: None where the client named none."""
+
+    event: Begin
+    version: str
+    body: str
+    lease_s: float | None
+
+
+def asked_update(
+    request: UpdateRequest,
+    state: FleetState,
+    roots: tuple[Path, ...],
+    uploaded: Callable[[str], str | None],
+    known: Known,
+) -> Asked:
+    """Raises Rejected. `uploaded`: text of a manifest by its digest."""
+    if request.adapter is not None:
+        raise refuse("adapter_unsupported", "adapters cannot be published yet")
+    if request.transport != "disk":
+        raise refuse("transport_unsupported", f"transport {request.transport!r} is not supported, only disk")
+    policy = _policy(request.policy)
+    run, step = _version(request)
+    body, body_hash = _hashed(Kind.UPDATE, request)
+    event = Begin(
+        update=request.id or "",
+        body_hash=body_hash,
+        step=step,
+        run=run,
+        base=_label(request.base_version, "base_version") if request.base_version is not None else None,
+        offer=DiskOffer(resolved(request.disk_path, roots)),
+        manifest=_manifest(request.manifest, uploaded),
+        policy=policy,
+    )
+    version = wanted_version(state, event)
+    if request.id is None:
+        event = _named(event, str(version), known)
+    return Asked(event, str(version), body, request.lease_s)
+
+
+def asked_rollback(request: RollbackRequest, serial: int) -> Asked:
+    """Raises Rejected. Without an id of its own every call is another rollback: a repeat fails on `expected_live`."""
+    body, body_hash = _hashed(Kind.ROLLBACK, request)
+    event = Begin(
+        update=request.id or f"rollback-{request.target}-{serial + 1}",
+        body_hash=body_hash,
+        kind=Kind.ROLLBACK,
+        target=_label(request.target, "target"),
+        expected=_label(request.expected_live, "expected_live"),
+        policy=_policy(request.policy),
+    )
+    return Asked(event, request.target, body, None)
+
+
+def _policy(body: PolicyBody) -> Policy:
+    policy = wire.build(Policy, body.model_dump(mode="json"))
+    problem = conflict(policy)
+    if problem is not None:
+        raise refuse("mode_unsupported", problem)
+    return policy
+
+
+def _version(request: UpdateRequest) -> tuple[int | None, int]:
+    """(run or None for the current one, step)."""
+    asked = request.version
+    if isinstance(asked, RunStep):
+        return asked.run, asked.step
+    if isinstance(asked, str):
+        version = _label(asked, "version")
+        if version == START:
+            raise refuse("bad_request", "version: start cannot be published")
+        return version.run, version.step
+    if not 0 <= asked < 10**18:
+        raise refuse("bad_request", f"version: step {str(asked)[:40]} is not in [0, 10**18)")
+    return None, asked
+
+
+def _label(text: str, field: str) -> Version:
+    try:
+        return Version.parse(text)
+    except ValueError as error:
+        raise refuse("bad_request", f"{field}: {error}") from None
+
+
+def _hashed(kind: Kind, request: UpdateRequest | RollbackRequest) -> tuple[str, str]:
+    """The request without its id, in one form for all spellings of it, and the SHA-256 of that."""
+    plain: dict[str, Any] = request.model_dump(mode="json", exclude={"id"})
+    if isinstance(request, UpdateRequest):
+        plain |= {"path": None, "source": {"kind": request.transport, "path": request.disk_path}}
+    body = canonical({"kind": kind.value, **plain})
+    return body, hashlib.sha256(body.encode()).hexdigest()
+
+
+def _named(event: Begin, label: str, known: Known) -> Begin:
+    """The default id: `run-step`; after a try that ended without a commit the version is free, so `run-step.2`, ..."""
+    name, number = label, 1
+    while True:
+        before = known(name)
+        if before is None or before[1] is None or before[1].outcome == "committed":
+            return replace(event, update=name)
+        number += 1
+        name = f"{label}.{number}"
+
+
+def resolved(path: str, roots: tuple[Path, ...]) -> str:
+    """The real path, links followed. Nothing is opened; it must lie under a root before anybody asks if it exists."""
+    if "\0" in path or not os.path.isabs(path):
+        raise refuse("source_outside_roots", "a source path must be absolute", file=path[:300].replace("\0", "?"))
+    real = Path(os.path.realpath(path))
+    if not any(real.is_relative_to(root) for root in roots):
+        raise refuse("source_outside_roots", "the path does not lie under a configured root", file=path)
+    if not real.exists():
+        raise refuse("source_missing", "nothing lies there", file=path)
+    return str(real)
+
+
+def _manifest(given: dict[str, Any] | str | None, uploaded: Callable[[str], str | None]) -> str:
+    """The canonical text, or empty where the request brings none."""
+    if given is None:
+        return ""
+    if isinstance(given, str):
+        text = uploaded(given)
+        if text is None:
+            raise refuse("manifest_invalid", f"no manifest {given} was uploaded")
+        return text
+    return checked_manifest(canonical(given)).to_json()
+
+
+def checked_manifest(text: str | bytes) -> Manifest:
+    """Raises `manifest_invalid`."""
+    try:
+        return Manifest.from_json(text)
+    except wire.WireError as error:
+        raise refuse("manifest_invalid", f"{error.where}: {error.why}") from None

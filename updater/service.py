@@ -1,0 +1,318 @@
+"""The coordinator's public HTTP face: routes in, problem documents and receipts out. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from updater import http
+from updater.coordinator import Coordinator
+from updater.core.errors import (
+    Aborted,
+    Failure,
+    LiveweightsError,
+    Rejected,
+    RolledBack,
+    Unavailable,
+)
+from updater.metrics import CONTENT_TYPE
+from updater.schemas import (
+    AdoptBody,
+    FleetState,
+    JoinBody,
+    MemberState,
+    Receipt,
+    RollbackRequest,
+    UpdateRequest,
+    UpdateState,
+    VersionState,
+)
+from updater.settings import Settings
+from updater.updates import Update
+
+#: What an inference client may see.
+INFERENCE_PATHS = frozenset({"/v1/version"})
+KEEP_ALIVE_S = 10.0
+_log = logging.getLogger("liveweights.coordinator")
+_OUTCOMES: dict[str, type[LiveweightsError]] = {"rejected": Rejected, "aborted": Aborted, "rolled_back": RolledBack}
+
+
+def create_app(coordinator: Coordinator) -> FastAPI:
+    """The app of a coordinator that somebody starts and closes, on the event loop that serves the app."""
+    app = FastAPI(title="liveweights coordinator")
+    face = _Face(coordinator)
+    face.add_updates(app)
+    face.add_fleet(app)
+    face.add_health(app)
+    http.install(
+        app,
+        tokens=coordinator.settings.tokens,
+        inference_paths=INFERENCE_PATHS,
+        max_body=coordinator.settings.max_body,
+        body_limits={"/v1/manifests/": coordinator.settings.max_manifest},
+        live_version=lambda: coordinator.live_version,
+    )
+    return app
+
+
+class _Face:
+    """One method per route."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator, self._desk = coordinator, coordinator.desk
+
+    def add_updates(self, app: FastAPI) -> None:
+        update = "/v1/updates/{update_id}"
+        app.post("/v1/updates", status_code=202, response_model=UpdateState | Receipt)(self.begin)
+        app.post("/v1/rollback", status_code=202, response_model=UpdateState | Receipt)(self.rollback)
+        app.get(update, response_model=UpdateState)(self.state)
+        app.get(f"{update}/events", response_class=StreamingResponse)(self.events)
+        app.post(f"{update}/renew", response_model=UpdateState)(self.renew)
+        app.post(f"{update}/seal", response_model=UpdateState)(self.seal)
+        app.post(f"{update}/commit", status_code=202, response_model=UpdateState)(self.commit)
+        app.post(f"{update}/abort", status_code=202, response_model=UpdateState)(self.abort)
+        app.put("/v1/manifests/{digest}", status_code=201)(self.put_manifest)
+        app.get("/v1/manifests/{digest}")(self.get_manifest)
+
+    def add_fleet(self, app: FastAPI) -> None:
+        app.get("/v1/version", response_model=VersionState)(self.version)
+        app.get("/v1/fleet", response_model=FleetState)(self.fleet)
+        app.get("/v1/history")(self.history)
+        app.post("/v1/fleet/replicas", status_code=201, response_model=MemberState)(self.join)
+        app.delete("/v1/fleet/replicas/{replica}", status_code=204, response_class=Response)(self.leave)
+        app.post("/v1/fleet/adopt", response_model=FleetState)(self.adopt)
+
+    def add_health(self, app: FastAPI) -> None:
+        app.get("/healthz")(self.healthz)
+        app.get("/readyz")(self.readyz)
+        app.get("/metrics", response_class=Response)(self.metrics)
+
+    # -- updates
+
+    async def begin(self, body: UpdateRequest, wait: Annotated[bool, Query()] = False) -> Response:
+        return await self._answer(self._desk.begin_update(body), wait)
+
+    async def rollback(self, body: RollbackRequest, wait: Annotated[bool, Query()] = False) -> Response:
+        return await self._answer(self._desk.begin_rollback(body), wait)
+
+    async def _answer(self, update: Update, wait: bool) -> Response:
+        if not wait:
+            state = self._desk.view(update)
+            headers = {"Location": f"/v1/updates/{update.id}"}
+            return JSONResponse(state.model_dump(mode="json"), 202, headers)
+        await update.done.wait()
+        return self._ended(update)
+
+    def _ended(self, update: Update) -> Response:
+        """200 only for committed; every other end is a problem that carries the receipt."""
+        receipt = update.receipt
+        if receipt is None:
+            failure = self._coordinator.stopped or Failure("shut", "the coordinator ended")
+            raise Unavailable(failure, live_version=self._coordinator.live_version)
+        document = receipt.model_dump(mode="json")
+        if receipt.outcome == "committed":
+            return JSONResponse(document)
+        failures = [Failure(**failure.model_dump()) for failure in receipt.failures]
+        error = _OUTCOMES[receipt.outcome](
+            *(failures or [Failure(receipt.reason or "internal", receipt.outcome)]),
+            live_version=self._coordinator.live_version,
+        )
+        return http.problem(error, receipt=document)
+
+    async def state(self, update_id: str) -> UpdateState:
+        return self._desk.view(self._desk.find(update_id))
+
+    async def renew(self, update_id: str) -> UpdateState:
+        return self._desk.view(self._desk.renew(update_id))
+
+    async def seal(self, update_id: str) -> UpdateState:
+        return self._desk.view(self._desk.seal(update_id))
+
+    async def commit(self, update_id: str) -> UpdateState:
+        return self._desk.view(self._desk.commit(update_id))
+
+    async def abort(self, update_id: str) -> UpdateState:
+        return self._desk.view(self._desk.abort(update_id))
+
+    async def events(self, update_id: str) -> StreamingResponse:
+        update = self._desk.find(update_id)
+        return StreamingResponse(
+            self._stream(update), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
+
+    async def _stream(self, update: Update) -> AsyncIterator[str]:
+        """The state now, every change, the receipt; comments while nothing happens."""
+        queue: asyncio.Queue[tuple[str, dict[str, Any]] | None] = asyncio.Queue()
+        yield _event("phase", self._desk.view(update).model_dump(mode="json", exclude={"receipt"}))
+        if update.done.is_set():
+            if update.receipt is not None:
+                yield _event("receipt", update.receipt.model_dump(mode="json"))
+            return
+        update.watchers.add(queue)
+        try:
+            while True:
+                try:
+                    item = await asyncio.wait_for(queue.get(), KEEP_ALIVE_S)
+                except TimeoutError:
+                    yield ": waiting\n\n"
+                    continue
+                if item is None:
+                    return
+                yield _event(*item)
+        finally:
+            update.watchers.discard(queue)
+
+    async def put_manifest(self, digest: str, request: Request) -> dict[str, str]:
+        return {"digest": self._coordinator.put_manifest(digest, await request.body())}
+
+    async def get_manifest(self, digest: str) -> Response:
+        return Response(self._coordinator.manifest(digest), media_type="application/json")
+
+    # -- fleet
+
+    async def version(self) -> VersionState:
+        return self._coordinator.version()
+
+    async def fleet(self) -> FleetState:
+        return self._coordinator.fleet()
+
+    async def history(self, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> dict[str, list[Receipt]]:
+        return {"receipts": self._desk.history(limit)}
+
+    async def join(self, body: JoinBody) -> MemberState:
+        return await self._coordinator.joins.join(body.replica, body.url.rstrip("/"))
+
+    async def leave(self, replica: str, confirm_dead: Annotated[bool, Query()] = False) -> Response:
+        await self._coordinator.joins.leave(replica, confirm_dead)
+        return Response(status_code=204)
+
+    async def adopt(self, body: AdoptBody) -> FleetState:
+        await self._coordinator.adopt([(member.replica, member.url.rstrip("/")) for member in body.members])
+        return self._coordinator.fleet()
+
+    # -- health
+
+    async def healthz(self) -> dict[str, str]:
+        return {"status": "alive"}
+
+    async def readyz(self) -> dict[str, str]:
+        if not self._coordinator.ready:
+            failure = self._coordinator.stopped or Failure("no_members", "nobody serves yet")
+            raise Unavailable(failure, live_version=None)
+        return {"status": "ready"}
+
+    async def metrics(self) -> Response:
+        live = self._coordinator.state.live
+        states = [member.state for member in self._coordinator.members()]
+        text = self._coordinator.metrics.render(live.label.version if live is not None else None, states)
+        return Response(text, media_type=CONTENT_TYPE)
+
+
+def _event(name: str, data: dict[str, Any]) -> str:
+    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with its end in our hands: updates end before it waits for the clients that wait for them."""
+
+    def __init__(self, config: uvicorn.Config, coordinator: Coordinator) -> None:
+        super().__init__(config)
+        self._coordinator = coordinator
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """One signal ends the service in order, a second one at once. Neither is raised again afterwards."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop, caught = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+        for number in caught:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in caught:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        winding_down = asyncio.ensure_future(self._coordinator.wind_down())
+        while not winding_down.done() and not self.force_exit:
+            await asyncio.wait([winding_down], timeout=0.1)
+        winding_down.cancel()
+        await super().shutdown(sockets)
+
+
+def bind(settings: Settings) -> socket.socket:
+    """The listening socket. Bound before the journal is touched: of two coordinators with one address, the second
+    ends here and takes nothing over."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    listener.set_inheritable(False)
+    return listener
+
+
+def serve(settings: Settings) -> None:
+    """Run a coordinator until SIGINT or SIGTERM. Raises SystemExit(1) if it had to stop by itself, OSError if the
+    address is taken, JournalFailed if the state folder cannot be used."""
+    listener = bind(settings)
+    try:
+        stopped = asyncio.run(_serve(settings, listener))
+    finally:
+        listener.close()
+    if stopped is not None:
+        raise SystemExit(1)
+
+
+async def _serve(settings: Settings, listener: socket.socket) -> Failure | None:
+    """Why it stopped by itself, or None."""
+    reason: list[Failure] = []
+    servers: list[_Server] = []
+
+    def on_stop(failure: Failure) -> None:
+        reason.append(failure)
+        for server in servers:
+            server.should_exit = True
+
+    coordinator = Coordinator(settings, on_stop=on_stop)
+    config = uvicorn.Config(
+        create_app(coordinator),
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=5,
+        timeout_keep_alive=75,
+    )
+    servers.append(_Server(config, coordinator))
+    host, port = listener.getsockname()[:2]
+    try:
+        await coordinator.start()
+        _log.info("coordinator of fleet %r on %s port %d", settings.fleet, host, port)
+        if not reason:
+            await servers[0].serve(sockets=[listener])
+        stopped = coordinator.stopped
+    finally:
+        await coordinator.close()
+    return stopped
