@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from updater.core.errors import Failure, LiveweightsError, Unavailable
+from updater.core.errors import Failure, Unavailable
 from updater.http import error_of
 
 T = TypeVar("T")
@@ -145,15 +145,7 @@ def read(answer: Answer) -> Mapping[str, Any]:
         document = None
     if 200 <= answer.status < 300 and isinstance(document, dict):
         return document
-    raise _error(answer.status, document)
-
-
-def _error(status: int, document: object) -> LiveweightsError:
-    error = error_of(status, document)
-    receipt = document.get("receipt") if isinstance(document, Mapping) else None
-    if isinstance(receipt, Mapping):
-        error.receipt = receipt
-    return error
+    raise error_of(answer.status, document)
 
 
 def _wait(wait: bool) -> tuple[tuple[str, str], ...]:

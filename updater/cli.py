@@ -6,6 +6,7 @@ Exit codes: 0 done or committed; 1 rejected or aborted (nothing was installed), 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from updater.core.errors import LiveweightsError, RolledBack, Unauthorized, Unavailable
+from updater.core.errors import Failure, LiveweightsError, RolledBack, Unauthorized, Unavailable
 from updater.core.policy import CachePolicy, InFlight, InstallMode, OnBusy
 
 if TYPE_CHECKING:
@@ -93,8 +94,12 @@ def serve(
         from updater.service import serve as run
         from updater.settings import Settings, default_state
 
-        tokens = Tokens.from_env()
-        run(Settings(state or default_state(), fleet, host, port, tuple(root or ()), tokens))
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        settings = Settings(state or default_state(), fleet, host, port, tuple(root or ()), Tokens.from_env())
+        try:
+            run(settings)
+        except OSError as error:
+            raise Unavailable(Failure("unreachable", f"{host} port {port}: {error.strerror}")) from None
 
 
 @app.command()
