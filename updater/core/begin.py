@@ -272,7 +272,7 @@ def start_published(state: FleetState) -> FleetState:
     if state.starting is None:
         raise LookupError("no publication of start is under way")
     label = Label(state.starting.version, state.starting.digest)
-    return replace(state, live=Published(label), starting=None)
+    return replace(state, live=Published(label), highest=max(state.highest, label.version), starting=None)
 
 
 def _join(state: FleetState, member: Member) -> Moved:

@@ -278,9 +278,11 @@ def stop_waiting(state: FleetState, replica: str) -> Moved:
 
 
 def _marked(state: FleetState, row: Row, member: Member, failures: tuple[Failure, ...], answered: bool) -> Member:
-    """A silent member keeps owing its answer; one that answered with a refusal is shut unless it was fenced."""
+    """A silent member keeps owing its answer. Only a broken one is known to be shut for good: what refuses for any
+    other reason may still be reopened by its lease.
+    """
     owed = None if answered else phase_request(state, current(state), member)
-    shut = member.shut or (answered and all(failure.code != "replica_fenced" for failure in failures))
+    shut = member.shut or (answered and any(failure.code == "rank_died" for failure in failures))
     if row.phase is Phase.DISCARDING:
         return replace(member, spare_unknown=True, previous=None, owed=owed)
     if row.phase is Phase.RESTORING or answered:

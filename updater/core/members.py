@@ -12,10 +12,21 @@ from updater.core.effects import Accepted, Admit, Denied, Effect, Forget, Send
 from updater.core.errors import Failure
 from updater.core.events import Joined, Left, Refused, Replied, Seen
 from updater.core.flow import Moved, back_on_old, drop_out, stop_waiting, trouble
-from updater.core.participant import Description, FrontState, FrontStatus, ResumeRequest, SpareState
+from updater.core.participant import (
+    Description,
+    DiscardRequest,
+    Fence,
+    FenceRequest,
+    FrontState,
+    FrontStatus,
+    ResumeRequest,
+    SpareState,
+)
 from updater.core.requests import live
 from updater.core.state import FleetState, Member, Phase, Standing
 from updater.core.table import TABLE
+
+_INSTALLED = (FrontState.INSTALLING, FrontState.INSTALLED, FrontState.INVALIDATED, FrontState.RESTORING)
 
 
 def joined(state: FleetState, event: Joined) -> Moved:
@@ -132,6 +143,9 @@ def seen(state: FleetState, event: Seen) -> Moved:
         return state, ()
     if member.standing is Standing.LOST and member.owed is None:
         return _back(state, member, status)
+    if member.standing is Standing.OK and status.state is FrontState.JOINING:
+        # Admitted in the eyes of a recovery only: admit it again, which a serving front just acknowledges.
+        return state.with_member(replace(member, standing=Standing.JOINING, admitted=False)), ()
     serves_live = status.live_version == str(live(state).version) and status.state is FrontState.OPEN
     if serves_live and status.spare.state in (SpareState.EMPTY, SpareState.UNKNOWN):
         member = replace(member, previous=None)
@@ -146,10 +160,15 @@ def _back(state: FleetState, member: Member, status: FrontStatus) -> Moved:
     if serves == (FrontState.OPEN, str(label.version), label.digest):
         back = replace(member, standing=Standing.OK, shut=False, admitted=True)
         return state.with_member(back), (Admit(member.replica),)
+    if status.state in _INSTALLED:
+        # Nothing that it may have installed was published to it, or it would owe the acknowledgement of that.
+        fence = state.fence(state.serial + 1, 0, member.incarnation)
+        send = Send(member.replica, "restore", FenceRequest(fence))
+        return replace(state.with_member(replace(member, owed=send)), serial=state.serial + 1), (send,)
     return state, ()
 
 
-def owes(state: FleetState, replica: str, verb: str, fence: object) -> Member | None:
+def owes(state: FleetState, replica: str, verb: str, fence: Fence) -> Member | None:
     """The member, if this answers what it owes."""
     member = state.member(replica)
     if member is None or member.owed is None:
@@ -169,8 +188,16 @@ def paid(state: FleetState, member: Member, event: Replied) -> Moved:
     if event.verb == "join" or (owed and isinstance(owed.request, ResumeRequest) and owed.request.published):
         digest = owed.request.digest if owed else member.live
         serving = replace(member, standing=Standing.OK, owed=None, shut=False, admitted=True, live=digest)
-        return state.with_member(serving), (Admit(member.replica),)
-    return back_on_old(state, member.replica), ()
+        state, effects = _tidy(state.with_member(serving), serving, event.fence)
+        return state, (Admit(member.replica), *effects)
+    back = back_on_old(state, member.replica)
+    return _tidy(back, back.member(member.replica) or member, event.fence)
+
+
+def _tidy(state: FleetState, member: Member, fence: Fence) -> Moved:
+    """It was out of reach for a while, and may still hold staging of an update that ended meanwhile (I6)."""
+    send = Send(member.replica, "discard", DiscardRequest(fence))
+    return state.with_member(replace(member, owed=send)), (send,)
 
 
 def _reopen_restored(state: FleetState, member: Member) -> Moved:
@@ -186,9 +213,9 @@ def unpaid(state: FleetState, member: Member, event: Refused) -> Moved:
     """It refused what it owed. A refused join leaves it joining; anything else says that its state is not known."""
     if event.verb == "join":
         label = live(state)
-        refused = replace(member, standing=Standing.JOINING, owed=None, shut=True, gave_up_on=label)
+        refused = replace(member, standing=Standing.JOINING, owed=None, gave_up_on=label)
         return state.with_member(refused), ()
     if event.verb == "discard":
         return state.with_member(replace(member, owed=None)), ()
-    shut = member.shut or all(failure.code != "replica_fenced" for failure in event.failures)
+    shut = member.shut or any(failure.code == "rank_died" for failure in event.failures)
     return state.with_member(replace(member, standing=Standing.QUARANTINED, owed=None, shut=shut)), ()

@@ -281,7 +281,7 @@ def _reopen(state: ReplicaState, fence: Fence, waiters: tuple[Fence, ...]) -> St
 
 def reopen_old(state: ReplicaState, event: Asked, now: float) -> Step:
     request: ResumeRequest = event.request
-    if request.published:
+    if request.published and state.live != Held(request.version, request.digest):
         return state, _refuse(event, "wrong_phase", "has not installed what was published")
     state = _bury(state, event.fence)
     work = state.work("resume")
