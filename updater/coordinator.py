@@ -19,14 +19,14 @@ from updater.core.errors import Failure
 from updater.core.participant import Kind
 from updater.core.state import FleetState, Phase, Standing
 from updater.desk import Desk
-from updater.joins import Joins
+from updater.joins import Joins, remembered
 from updater.journal import Journal
 from updater.machine import Machine
-from updater.membership import Directory, Probe
+from updater.membership import Contact, Directory, Probe
 from updater.metrics import Metrics
 from updater.outbox import Outbox
 from updater.participants import HttpParticipant, ParticipantFactory
-from updater.recover import Recovery
+from updater.recover import Found, Recovery
 from updater.requests import checked_manifest
 from updater.schemas import FleetState as FleetView
 from updater.schemas import MemberState, VersionState
@@ -64,17 +64,23 @@ class Coordinator:
         self.joins = Joins(make, self._directory, self._journal, self._machine, self.desk, deadlines)
         self._probing: asyncio.Task[None] | None = None
         self._recovered = False
+        self._owner = secrets.token_hex(8)
 
     # -- life
 
     async def start(self) -> None:
         """Take the fleet over, recover, and begin to probe. Raises JournalFailed."""
         recovery = Recovery(self._journal, self._directory, self._make, self.settings, self._clock)
-        found = await recovery.run(secrets.token_hex(8))
-        self.desk.recover(found.going_on, found.given_up)
-        self._machine.begin(found.state, found.effects)
+        self._go_on(await recovery.run(self._owner))
+        await self.probe.once()
         self._recovered = True
         self._probing = asyncio.get_running_loop().create_task(self.probe.run())
+
+    def _go_on(self, found: Found) -> None:
+        if found.refusal is not None:
+            _log.error("this fleet has history that the journal does not know: %s", found.refusal.message)
+        self.desk.recover(found)
+        self._machine.begin(found.state, found.effects)
 
     async def wind_down(self) -> None:
         """Take nothing in, abort what is undecided, let what is decided finish within the deadline."""
@@ -195,7 +201,23 @@ class Coordinator:
     async def adopt(self, members: list[tuple[str, str]]) -> None:
         """Take over a fleet with history under an empty journal. Raises LiveweightsError."""
         self.desk.must_run()
-        raise self.desk.error(Failure("mode_unsupported", f"adopting {len(members)} members is not supported yet"))
+        if self.state.live is not None or self.state.members:
+            raise self.desk.error(Failure("wrong_phase", "this coordinator has a fleet already"))
+        known = []
+        for replica, url in members:
+            participant = self._make(replica, url)
+            description = await self.joins.describe(replica, url, participant)
+            contact = Contact(participant, description, description.status)
+            self._directory.put(replica, contact)
+            known.append(remembered(contact))
+        recovery = Recovery(self._journal, self._directory, self._make, self.settings, self._clock)
+        with self._machine.journaled():
+            found = await recovery.adopt(self._owner, known)
+            if found.refusal is not None:
+                raise self.desk.error(found.refusal)
+            for member in known:
+                self._journal.put_member(member)
+        self._go_on(found)
 
     # -- manifests
 

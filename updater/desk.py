@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 
 from updater.clock import Clock
 from updater.core import events as ev
@@ -15,6 +14,7 @@ from updater.core.state import FleetState
 from updater.journal import Journal, Request
 from updater.machine import Machine
 from updater.metrics import Metrics
+from updater.recover import Ended, Found
 from updater.requests import Asked, asked_rollback, asked_update
 from updater.schemas import MemberState, Receipt, RollbackRequest, UpdateRequest, UpdateState
 from updater.settings import Settings
@@ -198,16 +198,17 @@ class Desk:
         self._metrics.ended(receipt)
         update.end(receipt)
 
-    def recover(self, going_on: Iterable[Request], given_up: Iterable[Request]) -> None:
-        """After a restart: what goes on is waited for again, what nothing was recorded of ends as aborted."""
-        for request in going_on:
+    def recover(self, found: Found) -> None:
+        """After a restart: what goes on is waited for again, what ended without a receipt gets one."""
+        for request in found.going_on:
             update = self._new(request.id, request.body_hash, request.body, Kind(request.kind), "")
             update.serial, update.created = request.serial, request.created
-        for request in given_up:
-            update = _past(request)
-            receipt = receipt_of(update, _restarted(request), {}, self._clock.now(), self._clock.wall())
+        for ended in found.ended:
+            now = self._clock.now()
+            update = _past(ended.request, now)
+            receipt = receipt_of(update, _result(ended, found.state), {}, now, self._clock.wall())
             with self._machine.journaled():
-                self._journal.put_receipt(request.id, receipt.model_dump_json())
+                self._journal.put_receipt(update.id, receipt.model_dump_json())
             self._metrics.ended(receipt)
 
     def stop(self, failure: Failure) -> None:
@@ -256,40 +257,34 @@ def _ended(request: Request, receipt: Receipt) -> Update:
     return update
 
 
-def _past(request: Request) -> Update:
-    return Update(
-        request.id,
-        request.body_hash,
-        request.body,
-        Kind(request.kind),
-        "",
-        request.created,
-        Timeline(0.0),
-        serial=request.serial,
-    )
+def _past(request: Request, now: float = 0.0) -> Update:
+    kind, created, timeline = Kind(request.kind), request.created, Timeline(now)
+    return Update(request.id, request.body_hash, request.body, kind, "", created, timeline, serial=request.serial)
 
 
-def _restarted(request: Request) -> Result:
-    """Presumed abort: nothing of it was recorded, so it never was."""
-    failure = Failure("coordinator_restarted", "nothing was decided before the restart")
+def _result(ended: Ended, state: FleetState) -> Result:
+    """How an update ended that a former coordinator did not live to tell. Presumed abort: of what nothing was
+    recorded, nothing happened."""
+    record, committed = ended.record, ended.outcome is Outcome.COMMITTED
+    failure = Failure("coordinator_restarted", "the coordinator was restarted before this update was published")
     return Result(
-        update=request.id,
-        serial=request.serial,
-        attempts=0,
-        kind=Kind(request.kind),
-        outcome=Outcome.ABORTED,
-        reason=failure.code,
-        failures=(failure,),
-        version=None,
-        digest="",
-        manifest_digest="",
+        update=ended.request.id,
+        serial=ended.request.serial,
+        attempts=record.attempt if record is not None else 0,
+        kind=Kind(ended.request.kind),
+        outcome=ended.outcome,
+        reason="" if committed else failure.code,
+        failures=() if committed else (failure,),
+        version=record.version if record is not None else None,
+        digest=record.digest if record is not None else "",
+        manifest_digest=record.manifest_digest if record is not None else "",
         proof="",
         bytes_read=0,
         tensors_changed=0,
-        warnings=(),
+        warnings=("the coordinator was restarted: proof, bytes and times of this update are not known",),
         aborted_requests=0,
         requeued_requests=0,
         members=(),
-        live=None,
-        rollback_to=None,
+        live=state.live.label if state.live is not None else None,
+        rollback_to=state.rollback_to,
     )

@@ -41,7 +41,7 @@ class Joins:
         async with self._locks.setdefault(replica, asyncio.Lock()):
             participant = self._make(replica, url)
             try:
-                description = await self._describe(replica, url, participant)
+                description = await self.describe(replica, url, participant)
                 old_gone = await self._old_gone(replica)
                 self._desk.must_run()
                 self._take_in(replica, Contact(participant, description, description.status), old_gone)
@@ -69,7 +69,7 @@ class Joins:
             raise self._desk.error(*answer.failures)
         # A crash before this line loses nothing: a front that was not admitted asks again.
         with self._machine.journaled():
-            self._journal.put_member(Member(replica, contact.participant.url))
+            self._journal.put_member(remembered(contact))
         if before is not None:
             self._close_soon(before.participant)
 
@@ -78,7 +78,8 @@ class Joins:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _describe(self, replica: str, url: str, participant: Participant) -> Description:
+    async def describe(self, replica: str, url: str, participant: Participant) -> Description:
+        """What a front says of itself, with the address it was reached under."""
         try:
             answer = await participant.call("describe", StatusRequest(), self._deadlines.join_s)
         except Unreachable as silence:
@@ -111,3 +112,12 @@ class Joins:
         gone = self._directory.remove(replica)
         if gone is not None:
             await gone.participant.close()
+
+
+def remembered(contact: Contact) -> Member:
+    """What the journal keeps of a described front."""
+    description = contact.description
+    if description is None:
+        raise ValueError("not described")
+    status = description.status
+    return Member(status.replica, status.incarnation, contact.participant.url, description.config_hash)

@@ -32,7 +32,8 @@ CREATE TABLE IF NOT EXISTS records (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, epoch INTEGER NOT NULL, serial INTEGER NOT NULL, attempt INTEGER NOT NULL,
     kind TEXT NOT NULL, record TEXT NOT NULL, manifest TEXT NOT NULL, at REAL NOT NULL,
     UNIQUE (serial, attempt, kind)) STRICT;
-CREATE TABLE IF NOT EXISTS members (replica TEXT PRIMARY KEY, url TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS members (
+    replica TEXT PRIMARY KEY, incarnation TEXT NOT NULL, url TEXT NOT NULL, config_hash TEXT NOT NULL) STRICT;
 """
 _REQUEST = "id, serial, kind, body_hash, body, created, receipt"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -65,8 +66,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Member:
+    """A replica as it joined last."""
+
     replica: str
+    incarnation: str
     url: str
+    config_hash: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +215,15 @@ class Journal:
 
     def put_member(self, member: Member) -> None:
         with self._owned() as db:
-            db.execute("INSERT OR REPLACE INTO members VALUES (?, ?)", (member.replica, member.url))
+            values = (member.replica, member.incarnation, member.url, member.config_hash)
+            db.execute("INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?)", values)
 
     def remove_member(self, replica: str) -> None:
         with self._owned() as db:
             db.execute("DELETE FROM members WHERE replica = ?", (replica,))
 
     def members(self) -> tuple[Member, ...]:
-        return tuple(Member(*row) for row in self._read("SELECT replica, url FROM members ORDER BY replica"))
+        return tuple(Member(*row) for row in self._read("SELECT * FROM members ORDER BY replica"))
 
     # -- manifests
 

@@ -73,7 +73,8 @@ class Machine:
 
     def begin(self, state: FleetState, effects: tuple[Effect, ...]) -> None:
         """Start from what recovery found."""
-        self.state = state
+        before, self.state = self.state, state
+        self._owner.on_moved(before, state)
         self._perform_all(effects)
         self._work()
 

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from updater.clock import Clock
-from updater.core.effects import Effect
+from updater.core import recovery
+from updater.core.effects import Effect, Outcome, Record, RecordKind
+from updater.core.errors import Failure
+from updater.core.participant import FrontStatus
 from updater.core.state import FleetState
-from updater.journal import Journal, Request
+from updater.journal import Journal, Member, Request
 from updater.membership import Contact, Directory
 from updater.participants import ParticipantFactory
 from updater.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """A request whose receipt was never written although its end is known. `record`: the last one of it, if any."""
+
+    request: Request
+    outcome: Outcome
+    record: Record | None
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
-    """`going_on`: requests whose update continues; `given_up`: those that nothing was recorded of."""
+    """`going_on`: requests whose update continues."""
 
     state: FleetState
-    effects: tuple[Effect, ...]
-    going_on: tuple[Request, ...]
-    given_up: tuple[Request, ...]
+    effects: tuple[Effect, ...] = ()
+    going_on: tuple[Request, ...] = ()
+    ended: tuple[Ended, ...] = ()
+    refusal: Failure | None = None
 
 
 class Recovery:
+    """One recovery. Raises JournalFailed, OwnershipLost if another one takes the fleet over meanwhile."""
+
     def __init__(
         self, journal: Journal, directory: Directory, make: ParticipantFactory, settings: Settings, clock: Clock
     ) -> None:
@@ -31,14 +47,65 @@ class Recovery:
         self._settings, self._clock = settings, clock
 
     async def run(self, owner: str) -> Found:
-        """Ask every member that the journal knows, then claim an epoch above all that anybody has heard of."""
-        members = self._journal.members()
+        """From what the journal knows."""
+        # Claimed first: whoever owned the fleet appends nothing after what is read here.
+        epoch = self._journal.claim(owner)
+        records, members = self._journal.records(), self._journal.members()
         for member in members:
             self._directory.put(member.replica, Contact(self._make(member.replica, member.url)))
-        answers = await self._directory.ask_all(
-            [member.replica for member in members], self._settings.deadlines.status_s
-        )
-        statuses = [answer for answer in answers.values() if answer is not None]
-        epoch = self._journal.claim(owner, max((status.epoch for status in statuses), default=0))
-        state = FleetState(self._settings.fleet, epoch, serial=self._journal.last_serial())
-        return Found(state, (), (), self._journal.requests(running=True))
+        patient = bool(records) and records[-1].kind is RecordKind.DECIDED
+        reports = await self._ask(members, patient)
+        return self._decide(owner, epoch, records, members, reports, adopt=False)
+
+    async def adopt(self, owner: str, members: Sequence[Member]) -> Found:
+        """Take over members with history under an empty journal. They are in the directory already."""
+        epoch = self._journal.epoch()
+        reports = await self._ask(members, patient=False)
+        return self._decide(owner, epoch, (), members, reports, adopt=True)
+
+    async def _ask(self, members: Sequence[Member], patient: bool) -> dict[str, FrontStatus | None]:
+        """Everybody's status. `patient`: a silent member would turn an update back, so it is asked again."""
+        deadlines = self._settings.deadlines
+        reports: dict[str, FrontStatus | None] = {member.replica: None for member in members}
+        for attempt in range(deadlines.lost_after if patient else 1):
+            silent = [replica for replica, report in reports.items() if report is None]
+            if not silent:
+                break
+            if attempt:
+                await self._clock.sleep(deadlines.retry_first_s * 2**attempt)
+            reports |= await self._directory.ask_all(silent, deadlines.status_s)
+        return reports
+
+    def _decide(
+        self,
+        owner: str,
+        epoch: int,
+        records: tuple[Record, ...],
+        members: Sequence[Member],
+        reports: dict[str, FrontStatus | None],
+        *,
+        adopt: bool,
+    ) -> Found:
+        known = tuple(recovery.KnownMember(m.replica, m.incarnation, m.url, m.config_hash) for m in members)
+        journal = recovery.Journal(records, known, epoch - 1, self._journal.last_serial())
+        found = recovery.recover(self._settings.fleet, journal, reports, adopt=adopt)
+        if found.state.epoch > epoch:
+            self._journal.claim(owner, found.state.epoch - 1)
+        going_on, ended = self._sort(found.state, records)
+        return Found(found.state, found.effects, going_on, ended, found.refusal)
+
+    def _sort(self, state: FleetState, records: tuple[Record, ...]) -> tuple[tuple[Request, ...], tuple[Ended, ...]]:
+        """Of the requests without a receipt: which go on, and how the others ended."""
+        going_on, ended = [], []
+        for request in self._journal.requests(running=True):
+            mine = [record for record in records if record.serial == request.serial]
+            last = mine[-1] if mine else None
+            if state.update is not None and state.update.update and state.update.serial == request.serial:
+                going_on.append(request)
+            elif last is not None and last.kind is RecordKind.PUBLISHED:
+                ended.append(Ended(request, Outcome.COMMITTED, last))
+            elif last is not None:
+                ended.append(Ended(request, Outcome.ROLLED_BACK, last))
+            else:
+                ended.append(Ended(request, Outcome.ABORTED, None))
+        return tuple(going_on), tuple(ended)

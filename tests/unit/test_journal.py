@@ -139,9 +139,9 @@ def test_requests_members_and_receipts_come_back(tmp_path: Path) -> None:
     journal.add_request(request("a", 1))
     journal.add_request(request("b", 2))
     journal.put_receipt("a", '{"outcome":"committed"}')
-    journal.put_member(Member("r1", "http://127.0.0.1:1"))
-    journal.put_member(Member("r1", "http://127.0.0.1:2"))
-    journal.put_member(Member("r0", "http://127.0.0.1:3"))
+    journal.put_member(Member("r1", "i1", "http://127.0.0.1:1"))
+    journal.put_member(Member("r1", "i1", "http://127.0.0.1:2"))
+    journal.put_member(Member("r0", "i1", "http://127.0.0.1:3"))
     journal.close()
     again = Journal(tmp_path, "fleet")
     assert again.last_serial() == 2
@@ -178,7 +178,7 @@ def test_a_full_disk_is_a_failed_journal_and_leaves_the_old_content(tmp_path: Pa
     pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
     journal._db.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(JournalFailed):
-        journal.put_member(Member("r1", "x" * 100_000))
+        journal.put_member(Member("r1", "i1", "x" * 100_000))
     assert kinds(Journal(tmp_path, "fleet")) == ["decided"]
 
 
