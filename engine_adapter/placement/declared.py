@@ -233,12 +233,12 @@ class _Analysis:
                 self._fail("tensor_unexpected", f"{wrong} (parameter {parameter})", source)
                 sound = False
                 continue
-            for slot in _slots(shard, parts, count):
-                other = filled.setdefault(slot, source)
-                if other != source:
-                    self._fail("tensor_duplicate", f"feeds the same part {slot} of {parameter} as {other}", source)
-                    sound = False
-                    break
+            taken = [(slot, filled[slot]) for slot in _slots(shard, parts, count) if slot in filled]
+            if taken:
+                slot, other = taken[0]
+                self._fail("tensor_duplicate", f"feeds the same part {slot} of {parameter} as {other}", source)
+                sound = False
+            filled |= {slot: source for slot in _slots(shard, parts, count) if slot not in filled}
         absent = [slot for slot in _slots(Shard(), parts, count) if slot not in filled]
         self._report_missing(parameter, absent, nothing=not filled)
         return sound and not absent
