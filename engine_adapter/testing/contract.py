@@ -7,8 +7,10 @@ class TestMyEngine(EngineContract):
     factory = "my.package:build"
     size = 2
 
-    def checkpoint(self, folder, seed): ...
-    def reference(self, folder, prompt, tokens): ...
+    @classmethod
+    def checkpoint(cls, folder, seed): ...
+    @classmethod
+    def reference(cls, folder, prompt, tokens): ...
 ```
 """
 
@@ -47,29 +49,34 @@ class EngineContract:
     prefix_cache: ClassVar[bool] = True
     prompt: ClassVar[tuple[int, ...]] = tuple(range(40, 61))
 
-    def checkpoint(self, folder: Path, seed: int) -> Path:
+    @classmethod
+    def checkpoint(cls, folder: Path, seed: int) -> Path:
         """Write the checkpoint of `seed` into `folder`: same shapes for all seeds, other values for each."""
         raise NotImplementedError
 
-    def reference(self, folder: Path, prompt: Sequence[int], tokens: int) -> tuple[int, ...]:
+    @classmethod
+    def reference(cls, folder: Path, prompt: Sequence[int], tokens: int) -> tuple[int, ...]:
         """What greedy generation must give, made without the engine."""
         raise NotImplementedError
 
-    def expected(self, folder: Path, rank: int) -> dict[str, str] | None:
+    @classmethod
+    def expected(cls, folder: Path, rank: int) -> dict[str, str] | None:
         """Parameter name -> parameter digest on `rank`, by a slicer that shares no code with the placement, or None."""
         return None
 
     # ----- fixtures
 
     @pytest.fixture(scope="class")
-    def folders(self, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    @classmethod
+    def folders(cls, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
         """Checkpoints by seed: 7 is the start, 8 and 9 are pushed."""
         home = tmp_path_factory.mktemp("checkpoints")
-        return {seed: self.checkpoint(home / str(seed), seed) for seed in (7, 8, 9)}
+        return {seed: cls.checkpoint(home / str(seed), seed) for seed in (7, 8, 9)}
 
     @pytest.fixture(scope="class")
-    def replica(self, folders: dict[int, Path]) -> Iterator[Replica]:
-        with Replica(self.factory, folders[7], self.size, self.options) as replica:
+    @classmethod
+    def replica(cls, folders: dict[int, Path]) -> Iterator[Replica]:
+        with Replica(cls.factory, folders[7], cls.size, cls.options) as replica:
             yield replica
 
     # ----- placement
@@ -94,7 +101,11 @@ class EngineContract:
         name = copy_without_one(folders[8], tmp_path)
         with pytest.raises(LiveweightsError) as refused:
             replica.plan(tmp_path)
-        assert {(failure.code, failure.tensor) for failure in refused.value.failures} == {("tensor_missing", name)}
+        # An engine that knows several spellings of a prefix may name another one than the checkpoint's.
+        tail = name[name.index("layers.") :]
+        assert {(failure.code, failure.tensor.endswith(tail)) for failure in refused.value.failures} == {
+            ("tensor_missing", True)
+        }
         assert replica.digests() == before
         assert [status.spare_state for status in replica.status()] == spares
         assert replica.generate(self.prompt, 2).versions == [replica.version] * 2
@@ -168,7 +179,7 @@ class EngineContract:
     def test_all_ranks_stop_at_one_step_and_stay_there(self, replica: Replica, folders: dict[int, Path]) -> None:
         replica.publish(folders[7], "pause-7")
         staged = replica.stage(folders[8])
-        running = [replica.submit(self.prompt[shift:], 24) for shift in range(3)]
+        running = [replica.submit(self.prompt[shift:], 16) for shift in range(3)]
         replica.wait(running[0], 2)
         first = replica.pause(staged.serial)
         again = replica.pause(staged.serial)
@@ -179,7 +190,7 @@ class EngineContract:
         replica.resume(staged.serial)
         for shift, request in enumerate(running):
             reply = replica.wait(request)
-            assert tuple(reply.tokens) == self.reference(folders[7], self.prompt[shift:], 24)
+            assert tuple(reply.tokens) == self.reference(folders[7], self.prompt[shift:], 16)
             assert set(reply.versions) == {"pause-7"}
         replica.discard(staged.serial)
 
