@@ -92,7 +92,6 @@ class Running:
         self.failure: Failure | None = None
         self.next_version: str | None = None  # the one switch that recompute or keep allows
         self.requeue = False  # recompute: cancelled at the engine, to go on after the switch
-        self.parked = False  # the engine has let go of it
         self.resubmitted = 0
         self.ended_by_update = False
         self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
@@ -295,15 +294,26 @@ class Gate:
         if running.requeue and event.finish_reason == "abort":
             if event.tokens:
                 running.hand_out(Piece(event.tokens))
-            if len(running.tokens) >= running.request.max_tokens:
-                running.hand_out(Piece((), "length"))
-            else:
-                running.parked = True
-                self._parked.append(running)
+            self._go_on(running)
             return
         failure = Failure("rank_failed", event.error or "the engine failed", rank=0)
         broken = event.finish_reason == "error"
         running.hand_out(Piece(event.tokens, event.finish_reason, failure if broken else None))
+
+    def _go_on(self, running: Running) -> None:
+        """The engine has let go of a request that recompute stopped: it waits for the gate, or goes on at once."""
+        running.requeue = False
+        if len(running.tokens) >= running.request.max_tokens:
+            running.hand_out(Piece((), "length"))
+        elif not self._open:
+            self._parked.append(running)
+        elif not running.wanted.accepts(self.version):
+            running.ended_by_update = True
+            running.hand_out(Piece((), "abort"))
+        else:
+            if not running.spans:
+                running.version = self.version
+            self._submit(running, running.continuation())
 
     def _drop(self, engine_id: str) -> None:
         self._running.pop(engine_id, None)
@@ -355,16 +365,14 @@ class Gate:
         self._pending = ""
         self._open = True
         self.before_switch(version)
-        parked, self._parked = self._parked, []
-        for running in parked:
-            running.requeue = running.parked = False
-            if not running.spans:
-                running.version = version
-            self._submit(running, running.continuation())
         for running in self._running.values():
-            running.requeue = False
             if running.next_version != version:
                 running.next_version = None
+        parked, self._parked = self._parked, []
+        for running in parked:
+            if running.next_version != version:
+                running.next_version = None
+            self._go_on(running)
         self._wake()
 
     def break_down(self, failure: Failure) -> None:

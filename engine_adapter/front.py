@@ -71,6 +71,7 @@ class Front:
         self._clock = clock
         self._callers: dict[tuple[str, Fence], list[asyncio.Future[Any]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pausing: asyncio.Task[None] | None = None
         self._lease: asyncio.TimerHandle | None = None
         self._stopped_requests = (0, 0)
         self._digests = {state.live.version: state.live.digest}
@@ -142,7 +143,7 @@ class Front:
                 error = _refusal(failures, self.state)
                 self._answer(verb, fence, lambda caller: caller.set_exception(error))
             case Work():
-                self._spawn(self._run(effect))
+                self._begin(effect)
             case Cancel(serial):
                 self._work.cancel(serial)
             case CloseAdmission():
@@ -157,6 +158,15 @@ class Front:
                 self._clear_lease()
             case ShutDown(failure):
                 self._gate.break_down(failure)
+
+    def _begin(self, work: Work) -> None:
+        """A resume ends the pause that still runs: it must not stop ranks that have been let go."""
+        if work.verb == "resume" and self._pausing is not None:
+            self._pausing.cancel()
+            self._pausing = None
+        task = self._spawn(self._run(work))
+        if work.verb == "pause":
+            self._pausing = task
 
     def _answer(self, verb: str, fence: Fence, settle: Callable[[asyncio.Future[Any]], None]) -> None:
         for caller in self._callers.pop((verb, fence), ()):
@@ -221,7 +231,8 @@ class Front:
             case "invalidate":
                 return await ranks.invalidate(request)
             case "restore":
-                return await ranks.restore(request, self.state.live.version, self.state.live.digest)
+                old = self.state.old or self.state.live
+                return await ranks.restore(request, old.version, old.digest)
             case "resume":
                 return await ranks.resume(request)
             case "discard":
@@ -240,10 +251,11 @@ class Front:
             _log.error("the audit of %s failed: %s", label.version, failures[0].message)
             self.feed(RankDied(failures[0].at(replica=self.state.replica)))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def stop(self) -> None:
         """Shut for good: callers and clients are told; work that runs is given up."""

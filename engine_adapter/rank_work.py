@@ -15,6 +15,7 @@ from engine_adapter.control_messages import Label, StartServing
 from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
 from engine_adapter.rank_messages import (
+    Hello,
     RankAudit,
     RankAuditReply,
     RankCheckPrevious,
@@ -92,6 +93,7 @@ class RankWork:
 
     async def replay_start(self) -> str:
         """Admit the placement: the start checkpoint, replayed, must give the live bytes. Returns its content digest."""
+        _same_build(self._pool.hellos)
         deadline = self._deadlines.start_s
         plan = RankPlan(serial=0, path=self._model, roots=(self._model, *self._roots), manifest="", start=True)
         planned = await self._fan_out_plan(plan, None, InstallMode.AUTO)
@@ -167,9 +169,7 @@ class RankWork:
 
     async def stage(self, request: StageRequest) -> StageReply:
         began = time.monotonic()
-        planned = self._planned_for(request.fence.serial)
-        if planned.request is not None and planned.request.kind is Kind.ROLLBACK:
-            return StageReply(request.fence, 0, 0.0)
+        self._planned_for(request.fence.serial)
         replies: list[RankStageReply] = await self._pool.call(
             "stage", RankStage(request.fence.serial, request.deadline_s), deadline_s=request.deadline_s
         )
@@ -185,8 +185,6 @@ class RankWork:
             await self._pool.call("check_previous", check, deadline_s=request.deadline_s)
             return VerifyReply(request.fence, plan.digest, "digests", 0, seconds=time.monotonic() - began)
         combined, _ = await self._verify(planned, serial, request.deadline_s)
-        if plan is not None and plan.kind is Kind.CATCH_UP and combined.observed != plan.digest:
-            raise refuse("tensor_digest", f"caught up to {combined.observed[:16]}, the fleet serves {plan.digest[:16]}")
         return VerifyReply(
             fence=request.fence,
             observed=combined.observed,
@@ -255,8 +253,11 @@ class RankWork:
             raise Aborted(*left)
 
     async def restore(self, request: FenceRequest, version: str, digest: str) -> None:
-        message = RankRestore(request.fence.serial, request.fence.attempt, version, digest)
+        """Old bytes, label and namespace back where this attempt was installed; then its staging goes."""
+        serial = request.fence.serial
+        message = RankRestore(serial, request.fence.attempt, version, digest)
         await self._pool.call("restore", message, deadline_s=self._deadlines.commit_s)
+        await self.discard(serial)
 
     async def resume(self, request: ResumeRequest) -> None:
         if request.published:
@@ -295,6 +296,18 @@ class RankWork:
         if self._planned is None or self._planned_serial != serial:
             raise refuse("wrong_phase", f"nothing is planned for serial {serial}")
         return self._planned
+
+
+def _same_build(hellos: Sequence[Hello]) -> None:
+    """Raises Rejected unless every rank runs the same engine on the same config."""
+    kinds = {(hello.engine, hello.config_hash, hello.capabilities) for hello in hellos}
+    if len(kinds) > 1:
+        raise Rejected(
+            *(
+                Failure("config_mismatch", f"runs {hello.engine} on config {hello.config_hash[:16]}", rank=rank)
+                for rank, hello in enumerate(hellos)
+            )
+        )
 
 
 def _agree(replies: list[RankPauseReply], serial: int) -> None:

@@ -160,7 +160,11 @@ class RankPool:
         """
         requests = request if isinstance(request, list) else [request] * self.size
         calls = [rank.call(next(self._numbers), verb, one) for rank, one in zip(self._ranks, requests, strict=True)]
-        failures = await self._gather(verb, requests, calls, deadline_s)
+        try:
+            failures = await self._gather(verb, requests, calls, deadline_s)
+        finally:
+            for call in calls:
+                call.cancel()  # of those still open: nobody waits for them any more
         if failures:
             raise Aborted(*failures)
         return [call.result() for call in calls]
@@ -186,8 +190,6 @@ class RankPool:
                     if call in pending
                 ]
                 self._cancel(verb, requests)
-                for call in pending:
-                    call.cancel()
                 break
             new = [f for call in calls if call in done and (f := _failures(call))]
             failures += [failure for several in new for failure in several]
@@ -196,8 +198,6 @@ class RankPool:
                 if verb in _CANCELLABLE:
                     end = min(end, time.monotonic() + _CANCEL_GRACE_S)
             if any(failure.code == "rank_died" for failure in failures):
-                for call in pending:
-                    call.cancel()
                 break
         return failures
 

@@ -236,6 +236,21 @@ def test_recompute_goes_back_to_the_old_version_when_the_update_failed() -> None
     play(scene)
 
 
+def test_recompute_goes_on_even_if_the_gate_reopens_before_the_engine_let_go() -> None:
+    async def scene(engine: HandEngine, gate: Gate) -> None:
+        gate.open("0-1")
+        running = await start(gate, max_tokens=3)
+        engine.emit("r1", 5, version="0-1")
+        gate.close(InFlight.RECOMPUTE, "0-2")
+        gate.open("0-1")
+        engine.emit("r1", 6, version="0-1", finish="abort")
+        assert engine.submitted["r1.1"] == GenerateRequest("r1.1", (1, 2, 3, 5, 6), 1)
+        engine.emit("r1.1", 7, version="0-2", finish="length")
+        assert (running.finish_reason, running.tokens, gate.mixed) == ("error", [5, 6], 1)
+
+    play(scene)
+
+
 @pytest.mark.parametrize("mode", [InFlight.RECOMPUTE, InFlight.KEEP])
 def test_an_exact_version_is_checked_again_at_the_switch(mode: InFlight) -> None:
     async def scene(engine: HandEngine, gate: Gate) -> None:
