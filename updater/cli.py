@@ -95,6 +95,7 @@ def serve(
         from updater.settings import Settings, default_state
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         settings = Settings(state or default_state(), fleet, host, port, tuple(root or ()), Tokens.from_env())
         try:
             run(settings)

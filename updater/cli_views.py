@@ -18,8 +18,8 @@ from updater.core.errors import LiveweightsError
 from updater.http import problem_body
 from updater.schemas import FleetState, MemberState, Receipt, VersionState
 
-out = Console()
-err = Console(stderr=True)
+out = Console(width=None if sys.stdout.isatty() else 160)
+err = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
 
 _COLOURS = {"committed": "green", "rejected": "yellow", "aborted": "yellow", "rolled_back": "red"}
 

@@ -91,7 +91,7 @@ def run(report: Path, *, keep: bool = False) -> bool:
 
 
 def say(text: str) -> None:
-    cli_views.err.print(f"[dim]{text}[/dim]", highlight=False)
+    cli_views.err.print(f"[dim]{text}[/dim]", highlight=False, soft_wrap=True)
 
 
 # --- the stage -----------------------------------------------------------------------------------------------------
