@@ -188,7 +188,10 @@ def paid(state: FleetState, member: Member, event: Replied) -> Moved:
     if event.verb == "join" or (owed and isinstance(owed.request, ResumeRequest) and owed.request.published):
         digest = owed.request.digest if owed else member.live
         serving = replace(member, standing=Standing.OK, owed=None, shut=False, admitted=True, live=digest)
-        state, effects = _tidy(state.with_member(serving), serving, event.fence)
+        state = state.with_member(serving)
+        if event.verb == "join":
+            return state, (Admit(member.replica),)
+        state, effects = _tidy(state, serving, event.fence)
         return state, (Admit(member.replica), *effects)
     back = back_on_old(state, member.replica)
     return _tidy(back, back.member(member.replica) or member, event.fence)
