@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +82,13 @@ class HandCoordinator:
 
     async def status(self) -> FrontStatus:
         status: FrontStatus = await self.call("status", StatusRequest())
+        return status
+
+    async def until(self, reached: Callable[[FrontStatus], bool]) -> FrontStatus:
+        """The first status that is so. The caller's deadline bounds it; each question is a round trip."""
+        status = await self.status()
+        while not reached(status):
+            status = await self.status()
         return status
 
     async def plan(self, serial: int, path: Path | None, version: str, **changes: Any) -> Any:
