@@ -62,12 +62,13 @@ class PauseStatus(BackgroundThreadStatus):
                 raise RuntimeError("the generation loop is gone") from self.fatal_error
             raise TimeoutError(f"no pause between two steps within {deadline_s} s")
 
-    def release(self) -> None:
+    def release(self, *, held: bool) -> None:
+        """`held` False: only end the wait of a loop that stopped for another rank."""
         with self._condition:
-            self._release()
+            self._release(1 if held else 0)
 
-    def _release(self) -> None:
-        self._pauses_requested -= 1
+    def _release(self, requests: int = 1) -> None:
+        self._pauses_requested -= requests
         if self._pauses_requested == 0:
             self._paused = False
         self._condition.notify_all()

@@ -165,8 +165,9 @@ class TransformersEngine:
         return self._point()
 
     def unpause(self, deadline_s: float) -> None:
-        if self._manager is not None and self._paused:
-            self._manager.status.release()
+        """Also for a rank that is not paused: if another rank stopped its loop, it goes on."""
+        if self._manager is not None:
+            self._manager.status.release(held=self._paused)
         self._paused = False
 
     def reset_cache(self) -> Mapping[str, bool]:
