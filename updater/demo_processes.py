@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -98,12 +99,26 @@ class Children:
         return forced
 
 
+def alive(group: int) -> list[int]:
+    """Processes of a group that run; a dead one that nobody has collected yet does not count."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # After the command in parentheses, which may hold anything: state, parent, group.
+            state, _parent, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue
+        if int(its_group) == group and state not in "ZX":
+            found.append(int(stat.parent.name))
+    return found
+
+
 def _kill_group(group: int) -> bool:
     """Kill what is left of a session's process group. True if anything was."""
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
+    if not alive(group):
         return False
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
     return True
 
 

@@ -1,0 +1,146 @@
+"""The command line against a coordinator on loopback: bodies, JSON, exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from torch import ones
+from typer.testing import CliRunner, Result
+
+from trainer_side import flows
+from trainer_side.testing import RECEIPT, FakeCoordinator
+from updater.cli import Exit, app, exit_code
+from updater.core.errors import (
+    Aborted,
+    Failure,
+    LiveweightsError,
+    Quarantined,
+    Rejected,
+    RolledBack,
+    Unauthorized,
+    Unavailable,
+)
+from updater.http import problem_body
+from updater.manifest import FILE_NAME
+
+
+@pytest.fixture
+def coordinator() -> Iterator[FakeCoordinator]:
+    with FakeCoordinator().serving() as running:
+        yield running
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def checkpoint(folder: Path) -> Path:
+    folder.mkdir()
+    save_file({"model.norm.weight": ones(4)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (Rejected, Exit.REFUSED),
+        (Aborted, Exit.REFUSED),
+        (RolledBack, Exit.ROLLED_BACK),
+        (Unavailable, Exit.UNAVAILABLE),
+        (Unauthorized, Exit.UNAUTHORIZED),
+        (Quarantined, Exit.REFUSED),
+    ],
+)
+def test_each_consequence_has_its_exit_code(
+    coordinator: FakeCoordinator, kind: type[LiveweightsError], code: Exit
+) -> None:
+    error = kind(Failure("tensor_digest", "differs", tensor="w"), live_version="0-6")
+    assert exit_code(error) is code
+    coordinator.problem = (422, problem_body(error, receipt=RECEIPT))
+    ran = run("rollback", "--url", coordinator.url, "--json")
+    assert ran.exit_code == code
+    document = json.loads(ran.stdout)
+    assert document["failures"][0]["tensor"] == "w"
+
+
+def test_push_sends_what_was_asked_for_and_prints_the_receipt(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "v7")
+    options = ("--in-flight", "abort", "--narrow", "f32:bf16", "--base", "0-6", "--id", "mine", "--new-run")
+    ran = run("push", str(folder), "7", "--url", coordinator.url, "--json", *options)
+    assert ran.exit_code == 0
+    assert json.loads(ran.stdout)["serial"] == RECEIPT["serial"]
+    first, again = coordinator.bodies
+    assert first == again
+    assert (first["id"], first["version"], first["base_version"]) == ("mine", 7, "0-6")
+    assert first["path"] == str(folder)
+    assert first["policy"]["in_flight"] == "abort"
+    assert first["policy"]["allow_narrowing"] == [["F32", "BF16"]]
+    assert first["policy"]["new_run"] is True
+
+
+def test_push_with_manifest_writes_it_first(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "v7")
+    assert run("push", str(folder), "7", "--url", coordinator.url, "--manifest").exit_code == 0
+    assert (folder / FILE_NAME).is_file()
+
+
+def test_push_follows_the_update_under_its_id(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "v7")
+    run("push", str(folder), "7", "--url", coordinator.url)
+    assert coordinator.bodies[1]["id"] == coordinator.begun["id"]
+    assert f"/v1/updates/{coordinator.begun['id']}/events" in coordinator.paths
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("push",),
+        ("push", "x", "1", "--in-flight", "never"),
+        ("push", "x", "1", "--narrow", "F32"),
+        ("engine", "--model", "/nonexistent-folder"),
+        ("inspect", ".", "--tp", "0"),
+        ("nonsense",),
+    ],
+)
+def test_wrong_usage_is_two(arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).exit_code == Exit.USAGE
+
+
+def test_nobody_there_is_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flows, "BACKOFF_S", ())
+    with FakeCoordinator().serving() as gone:
+        url = gone.url
+    ran = run("status", "--url", url, "--json")
+    assert ran.exit_code == Exit.UNAVAILABLE
+    assert json.loads(ran.stdout)["code"] == "unreachable"
+
+
+def test_a_public_bind_without_a_token_is_wrong_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LIVEWEIGHTS_ADMIN_TOKEN", raising=False)
+    assert run("serve", "--host", "0.0.0.0", "--port", "0").exit_code == Exit.USAGE
+
+
+@pytest.mark.parametrize(("command", "shown"), [("status", "0-6"), ("history", "0-7"), ("rollback", "0-7")])
+def test_tables_and_json_come_from_the_same_answers(coordinator: FakeCoordinator, command: str, shown: str) -> None:
+    table, document = run(command, "--url", coordinator.url), run(command, "--url", coordinator.url, "--json")
+    assert (table.exit_code, document.exit_code) == (0, 0)
+    assert shown in table.stdout
+    found: Any = json.loads(document.stdout)
+    assert shown in json.dumps(found)
+
+
+def test_manifest_writes_and_check_finds_a_changed_tensor(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "v7")
+    made = run("manifest", str(folder), "--json")
+    assert (made.exit_code, json.loads(made.stdout)["digests"]) == (0, True)
+    assert run("manifest", str(folder), "--check").exit_code == 0
+    tensors = load_file(folder / "model.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"] * 2}, folder / "model.safetensors")
+    found = run("manifest", str(folder), "--check", "--json")
+    assert found.exit_code == Exit.REFUSED
+    assert json.loads(found.stdout)["failures"][0]["code"] == "tensor_digest"
