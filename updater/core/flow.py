@@ -278,15 +278,16 @@ def stop_waiting(state: FleetState, replica: str) -> Moved:
 
 
 def _marked(state: FleetState, row: Row, member: Member, failures: tuple[Failure, ...], answered: bool) -> Member:
-    """A silent member keeps owing its answer. Only a broken one is known to be shut for good: what refuses for any
-    other reason may still be reopened by its lease.
+    """It keeps owing its acknowledgement, unless it is broken: only then is it known to be shut for good. What refuses
+    for any other reason may still be reopened by its lease.
     """
-    owed = None if answered else phase_request(state, current(state), member)
-    shut = member.shut or (answered and any(failure.code == "rank_died" for failure in failures))
+    if any(failure.code == "rank_died" for failure in failures) and answered:
+        return replace(member, standing=Standing.QUARANTINED, shut=True, previous=None, owed=None)
+    owed = phase_request(state, current(state), member)
     if row.phase is Phase.DISCARDING:
-        return replace(member, spare_unknown=True, previous=None, owed=owed)
-    if row.phase is Phase.RESTORING or answered:
-        return replace(member, standing=Standing.QUARANTINED, previous=None, owed=owed, shut=shut)
+        return replace(member, spare_unknown=True, previous=None, owed=None if answered else owed)
+    if row.phase is Phase.RESTORING:
+        return replace(member, standing=Standing.QUARANTINED, previous=None, owed=owed)
     return replace(member, standing=Standing.LOST, owed=owed)
 
 

@@ -35,7 +35,8 @@ def joined(state: FleetState, event: Joined) -> Moved:
     status = description.status
     known = state.member(status.replica)
     if known is not None and known.incarnation == status.incarnation:
-        after, more = seen(state, Seen(status.replica, status))
+        # Asking again is how a joiner gets another try at what an admission or a catch-up failed to reach.
+        after, more = seen(state.with_member(replace(known, gave_up_on=None)), Seen(status.replica, status))
         return after, (Accepted(""), *more)
     problem = _join_problem(state, known, event)
     if problem is not None:
@@ -141,30 +142,37 @@ def seen(state: FleetState, event: Seen) -> Moved:
         return broken(state, event.replica, status.failure or Failure(code, f"is {status.state.value}"))
     if state.phase is not Phase.IDLE or state.live is None:
         return state, ()
-    if member.standing is Standing.LOST and member.owed is None:
+    if member.owed is not None:
+        return state, (member.owed,)  # it is reachable: ask again, also if it refused before
+    if member.standing is Standing.LOST or (member.standing is Standing.JOINING and _serves_live(state, status)):
         return _back(state, member, status)
     if member.standing is Standing.OK and status.state is FrontState.JOINING:
         # Admitted in the eyes of a recovery only: admit it again, which a serving front just acknowledges.
-        return state.with_member(replace(member, standing=Standing.JOINING, admitted=False)), ()
-    serves_live = status.live_version == str(live(state).version) and status.state is FrontState.OPEN
-    if serves_live and status.spare.state in (SpareState.EMPTY, SpareState.UNKNOWN):
+        again = replace(member, standing=Standing.JOINING, admitted=False, live=status.live_digest)
+        return state.with_member(again), ()
+    if _serves_live(state, status) and status.spare.state in (SpareState.EMPTY, SpareState.UNKNOWN):
         member = replace(member, previous=None)
     return state.with_member(member), ()
 
 
-def _back(state: FleetState, member: Member, status: FrontStatus) -> Moved:
+def _serves_live(state: FleetState, status: FrontStatus) -> bool:
     label = live(state)
-    if status.state is FrontState.JOINING and not member.admitted:
-        return state.with_member(replace(member, standing=Standing.JOINING)), ()
     serves = (status.state, status.live_version, status.live_digest)
-    if serves == (FrontState.OPEN, str(label.version), label.digest):
-        back = replace(member, standing=Standing.OK, shut=False, admitted=True)
-        return state.with_member(back), (Admit(member.replica),)
+    return serves == (FrontState.OPEN, str(label.version), label.digest)
+
+
+def _back(state: FleetState, member: Member, status: FrontStatus) -> Moved:
+    if status.state is FrontState.JOINING and not member.admitted:
+        return _tidy_anew(state, replace(member, standing=Standing.JOINING, live=status.live_digest))
+    if _serves_live(state, status):
+        back = replace(member, standing=Standing.OK, shut=False, admitted=True, live=status.live_digest)
+        after, effects = _tidy_anew(state, back)
+        return after, (Admit(member.replica), *effects)
     if status.state in _INSTALLED:
         # Nothing that it may have installed was published to it, or it would owe the acknowledgement of that.
-        fence = state.fence(state.serial + 1, 0, member.incarnation)
-        send = Send(member.replica, "restore", FenceRequest(fence))
-        return replace(state.with_member(replace(member, owed=send)), serial=state.serial + 1), (send,)
+        state = replace(state, serial=state.serial + 1)
+        send = Send(member.replica, "restore", FenceRequest(state.fence(state.serial, 0, member.incarnation)))
+        return state.with_member(replace(member, owed=send)), (send,)
     return state, ()
 
 
@@ -197,6 +205,12 @@ def paid(state: FleetState, member: Member, event: Replied) -> Moved:
     return _tidy(back, back.member(member.replica) or member, event.fence)
 
 
+def _tidy_anew(state: FleetState, member: Member) -> Moved:
+    """The same under a serial of its own, which also fences what an older life of the coordinator sent it."""
+    state = replace(state, serial=state.serial + 1)
+    return _tidy(state, member, state.fence(state.serial, 0, member.incarnation))
+
+
 def _tidy(state: FleetState, member: Member, fence: Fence) -> Moved:
     """It was out of reach for a while, and may still hold staging of an update that ended meanwhile (I6)."""
     send = Send(member.replica, "discard", DiscardRequest(fence))
@@ -213,12 +227,15 @@ def _reopen_restored(state: FleetState, member: Member) -> Moved:
 
 
 def unpaid(state: FleetState, member: Member, event: Refused) -> Moved:
-    """It refused what it owed. A refused join leaves it joining; anything else says that its state is not known."""
+    """It refused what it owed. A refused join leaves it joining; anything else is asked again when it is seen, unless
+    it is broken.
+    """
     if event.verb == "join":
         label = live(state)
         refused = replace(member, standing=Standing.JOINING, owed=None, gave_up_on=label)
         return state.with_member(refused), ()
     if event.verb == "discard":
         return state.with_member(replace(member, owed=None)), ()
-    shut = member.shut or any(failure.code == "rank_died" for failure in event.failures)
-    return state.with_member(replace(member, standing=Standing.QUARANTINED, owed=None, shut=shut)), ()
+    if any(failure.code == "rank_died" for failure in event.failures):
+        return state.with_member(replace(member, standing=Standing.QUARANTINED, owed=None, shut=True)), ()
+    return state, ()

@@ -21,6 +21,7 @@ from updater.core.effects import (
     Effect,
     Finish,
     Forget,
+    Outcome,
     Record,
     RecordKind,
     Result,
@@ -31,7 +32,7 @@ from updater.core.effects import (
     Stop,
 )
 from updater.core.errors import Failure
-from updater.core.participant import DiskOffer, Fence, FrontState, FrontStatus, Kind
+from updater.core.participant import DiskOffer, Fence, FrontState, FrontStatus, Kind, SpareState
 from updater.core.replica_state import Asked, LeaseTimer, RankDied
 from updater.core.state import FleetState, Phase, Standing
 from updater.testing.replica import SimulatedReplica, Source, Violation
@@ -99,6 +100,7 @@ class Simulation:
         self.crash_in: int | None = None
         self.effects = 0
         self.results: list[Result] = []
+        self.ended: dict[str, tuple[int, Outcome]] = {}
         self.open_updates: set[str] = set()
         self.answers: list[Effect] = []
         self.requests = 0
@@ -207,8 +209,10 @@ class Simulation:
         self.durable.append(events.Recorded(record.kind, record.serial, record.attempt))
 
     def _finish(self, result: Result) -> None:
-        if result.update and result.update in {old.update for old in self.results}:
+        old = self.ended.get(result.update) if result.update else None
+        if old is not None and (self.state is None or old[0] == self.state.epoch or old[1] is not result.outcome):
             raise Violation("I4", f"update {result.update} ends twice")
+        self.ended[result.update] = (self.state.epoch if self.state else 0, result.outcome)
         self.open_updates.discard(result.update)
         self.results.append(result)
         self.note(
@@ -323,6 +327,8 @@ class Simulation:
         """Deadlines, back-offs and leases that may run out."""
         found = [Action("backoff")] if self.backoff and self.state else []
         found += [Action("deadline")] if self.deadline and self.state else []
+        if self.state and self.state.phase is Phase.READY and not self.backoff:
+            found.append(Action("update_lease"))
         found += [Action("lease", (p.name,)) for p in self.replicas.values() if p.alive and p.lease_timer is not None]
         return found
 
@@ -384,8 +390,15 @@ class Simulation:
 
     def do_backoff(self) -> None:
         event, self.backoff = self.backoff, None
+        self.note("clock: back-off ends")
         if event is not None:
             self.feed(event)
+
+    def do_update_lease(self) -> None:
+        """The client that should have committed went away."""
+        if self.state is not None and self.state.update is not None:
+            self.note("clock: update lease is over")
+            self.feed(events.LeaseExpired(self.state.update.update))
 
     def do_lease(self, name: str) -> None:
         """Time passes until this lease is over, and its timer fires."""
@@ -498,16 +511,22 @@ class Simulation:
         self.crash_in = None
         if self.state is None:
             self.restart()
-        self.settle()
-        for name, process in list(self.replicas.items()):
-            if process.alive and process.state.state in (FrontState.BROKEN, FrontState.QUARANTINED):
-                process.die()
-            if not process.alive:
-                self.start_replica(name)
-            process.faults.clear()
-            self.join(name)
-            self.do_poll(name)
+        for _ in range(3):
             self.settle()
+            for name in list(self.replicas):
+                self._repair(name)
+
+    def _repair(self, name: str) -> None:
+        process = self.replicas[name]
+        if process.alive and process.state.state in (FrontState.BROKEN, FrontState.QUARANTINED):
+            process.die()
+        if not process.alive:
+            self.start_replica(name)
+        process.faults.clear()
+        self.do_poll(name)
+        self.settle()
+        self.join(name)
+        self.settle()
 
     def check_settled(self) -> None:
         """After `heal`: nothing hangs, nothing is held, everybody serves the one live version or is joining."""
@@ -515,6 +534,8 @@ class Simulation:
         if state is None or state.phase is not Phase.IDLE or state.queue or self.open_updates:
             raise Violation("I4", f"not at rest: {state and state.phase}, unfinished {sorted(self.open_updates)}")
         for process in self.replicas.values():
+            if process.state.spare.state is SpareState.UNKNOWN:
+                continue  # its ranks failed to let go, and it says so
             if process.jobs or process.held or process.state.plan is not None:
                 raise Violation("I6", f"{process.name} still holds {sorted(process.held)} {process.jobs}")
         for member in state.members:
