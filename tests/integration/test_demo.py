@@ -1,0 +1,50 @@
+"""The demo, whole: its own judgement, and its report read by somebody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(540)
+def test_demo_ends_without_a_mixed_reply(tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-m", "updater.cli", "demo", "--report", str(tmp_path / "report.json")],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["mixed"] == 0
+    assert report["replies"] > 50
+    assert report["tokens_compared"] > 10 * report["tokens_left_out"]
+    ends = [(update["version"], update["outcome"], update["code"]) for update in report["updates"]]
+    assert ends == [
+        *((f"0-{step}", "committed", "") for step in range(1, 6)),
+        ("0-6", "rejected", "file_truncated"),
+        ("0-6", "rejected", "tensor_missing"),
+        ("0-6", "aborted", "tensor_digest"),
+        ("0-1", "same receipt", ""),
+        ("0-3", "rejected", "stale_version"),
+        ("0-6", "committed", ""),
+        ("0-5", "committed", ""),
+    ]
+    for update in report["updates"]:
+        paused = update["outcome"] == "committed"
+        assert (update["pause_ms"] is not None) == paused
+        assert not paused or 0 < update["pause_ms"] < update["update_ms"]
+    # Checkpoints, journal and logs are gone, and so is every process.
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
