@@ -37,8 +37,14 @@ DEFAULT_MAX_BODY = 4 << 20
 BODY_DEADLINE_S = 60.0
 
 _log = logging.getLogger("liveweights.http")
-_KINDS = {
-    kind.__name__.lower(): kind for kind in (Rejected, Aborted, RolledBack, Unavailable, Unauthorized, Quarantined)
+#: The `outcome` member of a document, and the class that a client raises for it.
+_KINDS: dict[str, type[LiveweightsError]] = {
+    "rejected": Rejected,
+    "aborted": Aborted,
+    "rolled_back": RolledBack,
+    "unavailable": Unavailable,
+    "unauthorized": Unauthorized,
+    "quarantined": Quarantined,
 }
 _BY_STATUS = {
     400: "bad_request",
@@ -59,7 +65,7 @@ def problem_body(error: LiveweightsError, **extra: Any) -> dict[str, Any]:
         "status": error.status,
         "detail": str(error),
         "code": error.code,
-        "outcome": type(error).__name__.lower(),
+        "outcome": next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "unavailable"),
         "retryable": error.retryable,
         "live_version": error.live_version,
         "failures": [wire.plain(failure) for failure in error.failures],
@@ -119,9 +125,12 @@ def install(
             error.live_version = live_version()
         return problem(error)
 
-    async def invalid(_request: Request, error: Exception) -> Response:
+    async def invalid(request: Request, error: Exception) -> Response:
         details = error.errors() if isinstance(error, RequestValidationError) else []
         lines = [f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in details]
+        if request.method == "POST" and "json" not in request.headers.get("content-type", ""):
+            # Not read as JSON on purpose: a page in a browser can send any other type to a loopback port.
+            lines.insert(0, "the body needs the header Content-Type: application/json")
         failures = [Failure("bad_request", line[:500]) for line in lines[:20]] or [Failure("bad_request", "unreadable")]
         return problem(Rejected(*failures, live_version=live_version()))
 

@@ -62,7 +62,8 @@ def asked_update(
     )
     version = wanted_version(state, event)
     if request.id is None:
-        event = _named(event, str(version), known)
+        live = str(state.live.label.version) if state.live is not None else ""
+        event = _named(event, str(version), known, live)
     return Asked(event, str(version), body, request.lease_s)
 
 
@@ -119,12 +120,14 @@ def _hashed(kind: Kind, request: UpdateRequest | RollbackRequest) -> tuple[str, 
     return body, hashlib.sha256(body.encode()).hexdigest()
 
 
-def _named(event: Begin, label: str, known: Known) -> Begin:
-    """The default id: `run-step`; after a try that ended without a commit the version is free, so `run-step.2`, ..."""
+def _named(event: Begin, label: str, known: Known, live: str) -> Begin:
+    """The default id: `run-step`. It repeats what runs, or what was committed and is live. Otherwise the next free of
+    `run-step.2`, ...: after a try that failed the version may be published yet; after a rollback it may not, and the
+    machine says so, where the old receipt would mislead."""
     name, number = label, 1
     while True:
         before = known(name)
-        if before is None or before[1] is None or before[1].outcome == "committed":
+        if before is None or before[1] is None or (before[1].outcome == "committed" and label == live):
             return replace(event, update=name)
         number += 1
         name = f"{label}.{number}"
