@@ -56,6 +56,15 @@ def _merge_along(boxes: list[Box], dim: int) -> list[Box]:
     return result
 
 
+def adjoin(first: Box, second: Box) -> bool:
+    """Whether `second` begins where `first` ends, with a whole face in common."""
+    sides = list(zip(first.start, first.stop, second.start, second.stop, strict=True))
+    for dim, (_, stop, start, _) in enumerate(sides):
+        if stop == start and all((a, b) == (c, d) for i, (a, b, c, d) in enumerate(sides) if i != dim):
+            return True
+    return False
+
+
 def cuts_of(shape: Sequence[int], boxes: Iterable[Box]) -> Cuts:
     """Borders of all boxes per dimension, with the ends 0 and the shape."""
     marks = [{0, limit} for limit in shape]

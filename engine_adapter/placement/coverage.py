@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from engine_adapter.placement.boxes import cells, cells_within, cuts_of, first_overlap, merge, uncovered
+from engine_adapter.placement.boxes import adjoin, cells, cells_within, cuts_of, first_overlap, merge, uncovered
 from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow, Placement
 from engine_adapter.rank_messages import SourceBoxes, WireTensor
 from transports.base import Box
@@ -94,30 +94,55 @@ def _partition(rows: Sequence[CopyRow | CarryRow]) -> bool:
 
 
 def source_boxes(placement: Placement) -> tuple[SourceBoxes, ...]:
-    """The distinct regions of every source tensor that this rank holds, neighbours joined, sorted by name."""
-    held: dict[str, dict[Box, None]] = {}
+    """The distinct regions of every source tensor that this rank holds, sorted by name.
+
+    Regions that a placement took apart only to spread them out (interleaved parts) are joined; neighbours that stay
+    neighbours in the parameter were told apart on purpose (query and key heads of one fused tensor) and stay apart.
+    """
+    held: dict[str, list[list[CopyRow]]] = {}
     for row in placement.rows:
         if isinstance(row, CopyRow):
-            held.setdefault(row.source, {})[row.source_box] = None
-    return tuple(SourceBoxes(name, tuple(merge(held[name]))) for name in sorted(held))
+            groups = held.setdefault(row.source, [])
+            if not groups or _continues(groups[-1][-1], row):
+                groups.append([])
+            groups[-1].append(row)
+    found = []
+    for name in sorted(held):
+        boxes = (box for group in held[name] for box in merge(dict.fromkeys(row.source_box for row in group)))
+        found.append(SourceBoxes(name, tuple(dict.fromkeys(boxes))))
+    return tuple(found)
+
+
+def _continues(first: CopyRow, second: CopyRow) -> bool:
+    return (
+        first.target == second.target
+        and adjoin(first.source_box, second.source_box)
+        and adjoin(first.target_box, second.target_box)
+    )
 
 
 def check_sources(tensors: Sequence[WireTensor], boxes: Sequence[Sequence[SourceBoxes]]) -> list[Failure]:
-    """`boxes[r]`: what rank r holds. Every element on at least one rank, all elements of a tensor on equally many."""
+    """`boxes[r]`: what rank r holds. Every element on at least one rank, all elements of a region on equally many.
+
+    Equally many per region and not per tensor: a fused tensor of query, key and value heads lies once and several
+    times where key and value heads are replicated.
+    """
     held = [{each.name: each.boxes for each in rank} for rank in boxes]
     failures: list[Failure] = []
     for tensor in tensors:
         of_ranks = [rank.get(tensor.name, ()) for rank in held]
         cuts = cuts_of(tensor.shape, [box for rank in of_ranks for box in rank])
         counts = dict.fromkeys(cells(cuts), 0)
+        regions = {box: list(cells_within(cuts, box)) for rank in of_ranks for box in rank if box.numel}
         for rank in of_ranks:
-            for cell in {cell for box in rank if box.numel for cell in cells_within(cuts, box)}:
+            for cell in {cell for box in rank for cell in regions.get(box, ())}:
                 counts[cell] += 1
         lost = next((cell for cell, count in counts.items() if count == 0), None)
+        uneven = next((box for box, inside in regions.items() if len({counts[cell] for cell in inside}) > 1), None)
         if lost is not None:
             why = f"{list(lost.start)} to {list(lost.stop)} of shape {list(tensor.shape)} lands on no rank"
             failures.append(Failure("tensor_unwritten", why, tensor=tensor.name))
-        elif len(set(counts.values())) > 1:
-            spread = sorted(set(counts.values()))
-            failures.append(Failure("placement_refused", f"parts lie on {spread} ranks", tensor=tensor.name))
+        elif uneven is not None:
+            why = f"parts of {list(uneven.start)} to {list(uneven.stop)} lie on different numbers of ranks"
+            failures.append(Failure("placement_refused", why, tensor=tensor.name))
     return failures

@@ -92,14 +92,31 @@ def held(*ranks: tuple[Box, ...]) -> list[tuple[SourceBoxes, ...]]:
         (held((), ()), ["tensor_unwritten"]),
     ],
 )
-def test_every_source_element_lands_equally_often(ranks: list[tuple[SourceBoxes, ...]], expected: list[str]) -> None:
+def test_every_source_element_lands_and_regions_do_not_overlap_in_part(
+    ranks: list[tuple[SourceBoxes, ...]], expected: list[str]
+) -> None:
     assert [failure.code for failure in check_sources([W], ranks)] == expected
 
 
-def test_neighbouring_regions_are_reported_as_one() -> None:
-    assert source_boxes(placed(copy(0, 2), CopyRow("w", span(2, 4), "p", span(2, 4)))) == (
-        SourceBoxes("w", (span(0, 4),)),
-    )
+def test_spread_out_neighbours_are_reported_as_one_region() -> None:
+    spread = placed(*(CopyRow("w", span(i, i + 1), "p", span(2 * i, 2 * i + 1)) for i in range(2)))
+    assert source_boxes(spread) == (SourceBoxes("w", (span(0, 2),)),)
+
+
+def test_parts_of_a_fused_tensor_stay_apart_and_may_be_replicated_by_themselves() -> None:
+    """Query heads once, key and value heads on both ranks: uniform per region, not per tensor."""
+    ranks = [
+        source_boxes(placed(*(CopyRow("w", box, "p", target) for box, target in rows)))
+        for rows in (
+            [(span(0, 1), span(0, 1)), (span(2, 3), span(1, 2)), (span(3, 4), span(2, 3))],
+            [(span(1, 2), span(0, 1)), (span(2, 3), span(1, 2)), (span(3, 4), span(2, 3))],
+        )
+    ]
+    assert [each.boxes for rank in ranks for each in rank] == [
+        (span(0, 1), span(2, 3), span(3, 4)),
+        (span(1, 2), span(2, 3), span(3, 4)),
+    ]
+    assert check_sources([W], ranks) == []
 
 
 # the vote
