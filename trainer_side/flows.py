@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from updater.core.errors import Failure, Unavailable
-from updater.http import error_of
 
 T = TypeVar("T")
 
@@ -145,6 +144,8 @@ def read(answer: Answer) -> Mapping[str, Any]:
         document = None
     if 200 <= answer.status < 300 and isinstance(document, dict):
         return document
+    from updater.http import error_of  # brings a web framework along, which a client that succeeds does not need
+
     raise error_of(answer.status, document)
 
 
