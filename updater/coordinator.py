@@ -49,11 +49,12 @@ class Coordinator:
         make: ParticipantFactory | None = None,
         clock: Clock | None = None,
         on_stop: Callable[[Failure], None] = lambda _failure: None,
+        journal: Journal | None = None,
     ) -> None:
         deadlines, make = settings.deadlines, make or http_participants(settings)
         self.settings, self.metrics = settings, Metrics()
         self._clock, self._on_stop, self._make = clock or LoopClock(), on_stop, make
-        self._journal = Journal(settings.state, settings.fleet)
+        self._journal = journal or Journal(settings.state, settings.fleet)
         self._directory = Directory()
         self._machine = Machine(self._journal, self._clock, self)
         feed = self._machine.feed
@@ -101,6 +102,13 @@ class Coordinator:
         await self._outbox.close()
         await self._directory.close()
         self._journal.close()
+
+    def kill(self) -> None:
+        """End at once, as a crash would: for tests of what the next one makes of it."""
+        if self._probing is not None:
+            self._probing.cancel()
+        self._outbox.drop()
+        self._machine.stop(Failure("shut", "killed"))
 
     def _abort_everything(self) -> None:
         """What is past its decision does not listen. The ones that wait go first, or they would begin."""

@@ -47,10 +47,14 @@ class Outbox:
             self._dropped.add(task)
             task.add_done_callback(self._dropped.discard)
 
-    async def close(self) -> None:
-        """Stop trying everything; on return no task is left."""
+    def drop(self) -> None:
+        """Stop trying everything."""
         for replica in list(self._tasks):
             self.forget(replica)
+
+    async def close(self) -> None:
+        """The same; on return no task is left."""
+        self.drop()
         await asyncio.gather(*self._dropped, return_exceptions=True)
 
     async def _deliver(self, send: Send) -> None:

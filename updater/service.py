@@ -8,8 +8,9 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
@@ -26,6 +27,7 @@ from updater.core.errors import (
     RolledBack,
     Unavailable,
 )
+from updater.journal import Journal
 from updater.metrics import CONTENT_TYPE
 from updater.schemas import (
     AdoptBody,
@@ -273,19 +275,21 @@ def bind(settings: Settings) -> socket.socket:
     return listener
 
 
-def serve(settings: Settings) -> None:
+def serve(settings: Settings, open_journal: Callable[[Path, str], Journal] = Journal) -> None:
     """Run a coordinator until SIGINT or SIGTERM. Raises SystemExit(1) if it had to stop by itself, OSError if the
     address is taken, JournalFailed if the state folder cannot be used."""
     listener = bind(settings)
     try:
-        stopped = asyncio.run(_serve(settings, listener))
+        stopped = asyncio.run(_serve(settings, listener, open_journal))
     finally:
         listener.close()
     if stopped is not None:
         raise SystemExit(1)
 
 
-async def _serve(settings: Settings, listener: socket.socket) -> Failure | None:
+async def _serve(
+    settings: Settings, listener: socket.socket, open_journal: Callable[[Path, str], Journal]
+) -> Failure | None:
     """Why it stopped by itself, or None."""
     reason: list[Failure] = []
     servers: list[_Server] = []
@@ -295,7 +299,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> Failure | None:
         for server in servers:
             server.should_exit = True
 
-    coordinator = Coordinator(settings, on_stop=on_stop)
+    coordinator = Coordinator(settings, on_stop=on_stop, journal=open_journal(settings.state, settings.fleet))
     config = uvicorn.Config(
         create_app(coordinator),
         lifespan="off",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ import httpx
 from updater.clock import Clock
 from updater.coordinator import Coordinator
 from updater.core.errors import Failure
+from updater.journal import Journal
 from updater.security import Tokens
 from updater.service import create_app
 from updater.settings import Deadlines, Settings
@@ -35,6 +37,7 @@ class LocalService:
         clock: Clock | None = None,
         tokens: Tokens | None = None,
         deadlines: Deadlines = DEADLINES,
+        open_journal: Callable[[Path, str], Journal] = Journal,
         **settings: Any,
     ) -> None:
         self.clock = clock or ManualClock()
@@ -46,7 +49,13 @@ class LocalService:
             **settings,
         )
         self.stopped: list[Failure] = []
-        self.coordinator = Coordinator(self.settings, self.fleet.make, self.clock, self.stopped.append)
+        self.coordinator = Coordinator(
+            self.settings,
+            self.fleet.make,
+            self.clock,
+            self.stopped.append,
+            open_journal(self.settings.state, self.settings.fleet),
+        )
         token = self.settings.tokens.admin
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(create_app(self.coordinator), raise_app_exceptions=False),
@@ -64,6 +73,11 @@ class LocalService:
     ) -> None:
         await self.http.aclose()
         await self.coordinator.close()
+
+    async def crash(self) -> None:
+        """As if the process were killed: nothing more is sent, written or answered."""
+        self.coordinator.kill()
+        await settle()
 
     def checkpoint(self, name: str, content: str = "") -> str:
         """A source whose bytes are `content` (default: its name); returns its path."""

@@ -1,0 +1,258 @@
+"""A coordinator that dies in any phase, and what the next one makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from updater.core.effects import Record
+from updater.journal import Journal
+from updater.settings import Deadlines
+from updater.testing_fronts import Fleet, ManualClock, SimulatedFront, digest_of, settle
+from updater.testing_service import LocalService
+
+DEADLINES = Deadlines(shutdown_s=1.0, recover_s=1.0, status_s=1.0, retry_first_s=0.01)
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(main(), 30)
+
+    asyncio.run(bounded())
+
+
+class World:
+    """One folder and one fleet that outlive the coordinators."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.clock = folder, ManualClock()
+        self.fleet = Fleet(self.clock)
+
+    def service(self, open_journal: Callable[[Path, str], Journal] = Journal) -> LocalService:
+        return LocalService(
+            self.folder, fleet=self.fleet, clock=self.clock, deadlines=DEADLINES, open_journal=open_journal
+        )
+
+    async def seven_is_live(self, service: LocalService) -> list[SimulatedFront]:
+        fronts = await service.join("one", "two")
+        assert (await service.push(7)).status_code == 200
+        return fronts
+
+
+#: held verb -> what is live in the end. From `decided` on, going on needs everybody's word that it installed.
+PHASES = {
+    "plan": "0-7",
+    "stage": "0-7",
+    "verify": "0-7",
+    "pause": "0-7",
+    "install": "0-8",
+    "invalidate": "0-8",
+    "resume": "0-8",
+}
+
+
+@pytest.mark.parametrize("held", PHASES)
+@pytest.mark.parametrize("on", ["one", "both"])
+def test_the_fleet_ends_on_one_version_and_the_client_can_ask_which(tmp_path: Path, held: str, on: str) -> None:
+    world = World(tmp_path)
+
+    async def main() -> None:
+        first = world.service()
+        await first.coordinator.start()
+        fronts = await world.seven_is_live(first)
+        held_on = fronts if on == "both" else fronts[:1]
+        for front in held_on:
+            front.hold[held] = asyncio.Event()
+        await first.begin(8)
+        await first.crash()
+        for front in held_on:
+            front.hold.pop(held).set()
+        await settle()
+        async with world.service() as second:
+            await second.advance(10)
+            expected = PHASES[held]
+            assert await second.live() == expected
+            assert [front.serving for front in fronts] == [expected] * 2
+            assert [front.state.live.digest for front in fronts] == [digest_of(f"v{expected[-1]}")] * 2
+            receipt = (await second.get("/v1/updates/0-8")).json()["receipt"]
+            assert receipt["outcome"] == ("committed" if expected == "0-8" else "aborted")
+            assert receipt["live_version"] == expected
+            if receipt["outcome"] != "committed":
+                assert receipt["reason"] == "coordinator_restarted"
+            assert [front.state.plan for front in fronts] == [None, None]
+            assert (await second.push(9)).status_code == 200
+            assert [front.serving for front in fronts] == ["0-9", "0-9"]
+
+    run(main)
+
+
+def test_an_installation_that_is_not_finished_everywhere_is_taken_back(tmp_path: Path) -> None:
+    """I8: `decided` alone goes forward only if every member says that it installed."""
+    world = World(tmp_path)
+
+    async def main() -> None:
+        first = world.service()
+        await first.coordinator.start()
+        one, two = await world.seven_is_live(first)
+        two.hold["install"] = asyncio.Event()
+        await first.begin(8)
+        assert (one.state.state, two.state.state) == ("installed", "installing")
+        await first.crash()
+        async with world.service() as second:
+            two.hold.pop("install").set()
+            await second.advance(10)
+            assert (one.serving, two.serving) == ("0-7", "0-7")
+            receipt = (await second.get("/v1/updates/0-8")).json()["receipt"]
+            assert (receipt["outcome"], receipt["reason"]) == ("rolled_back", "coordinator_restarted")
+            stale = await second.push(8, id="again")
+            assert stale.json()["code"] == "stale_version"
+
+    run(main)
+
+
+class Dying(Journal):
+    """Kills the coordinator right before or right after one record becomes durable."""
+
+    when = ""
+    kill: Callable[[], None]
+
+    def append(self, record: Record, at: float) -> None:
+        if self.when == f"before {record.kind.value}":
+            self.kill()
+            return
+        super().append(record, at)
+        if self.when == f"after {record.kind.value}":
+            self.kill()
+
+
+@pytest.mark.parametrize(
+    ("when", "live", "outcome"),
+    [
+        ("before decided", "0-7", "aborted"),
+        ("after decided", "0-7", "rolled_back"),
+        ("before published", "0-8", "committed"),
+        ("after published", "0-8", "committed"),
+    ],
+)
+def test_around_every_record(tmp_path: Path, when: str, live: str, outcome: str) -> None:
+    world = World(tmp_path)
+
+    async def main() -> None:
+        first = world.service(Dying)
+        await first.coordinator.start()
+        fronts = await world.seven_is_live(first)
+        journal = first.coordinator._journal
+        assert isinstance(journal, Dying)
+        journal.when, journal.kill = when, first.coordinator.kill
+        await first.begin(8)
+        async with world.service() as second:
+            await second.advance(10)
+            assert await second.live() == live
+            assert [front.serving for front in fronts] == [live] * 2
+            assert (await second.get("/v1/updates/0-8")).json()["receipt"]["outcome"] == outcome
+            version = (await second.get("/v1/version")).json()
+            assert version["rollback_to"] == ("0-7" if live == "0-8" else None)
+
+    run(main)
+
+
+def test_a_published_version_is_never_undone_by_a_member_that_lost_it(tmp_path: Path) -> None:
+    """Hazard 2: one has reopened, the coordinator dies, the other restarts with base weights."""
+    world = World(tmp_path)
+
+    async def main() -> None:
+        first = world.service()
+        await first.coordinator.start()
+        one, two = await world.seven_is_live(first)
+        two.hold["resume"] = asyncio.Event()
+        await first.begin(8)
+        assert one.serving == "0-8"
+        await first.crash()
+        two.restart()
+        two.hold.clear()
+        async with world.service() as second:
+            await second.post("/v1/fleet/replicas", {"replica": "two", "url": two.url})
+            await second.advance(30)
+            assert await second.live() == "0-8"
+            assert (one.serving, two.serving) == ("0-8", "0-8")
+            assert two.opened[-1] == "0-8"
+
+    run(main)
+
+
+def test_a_frozen_coordinator_that_wakes_up_can_decide_nothing(tmp_path: Path) -> None:
+    """Hazard 12: the first one sleeps through its replacement, then hears the last pause acknowledgement."""
+    world = World(tmp_path)
+
+    async def main() -> None:
+        first = world.service()
+        await first.coordinator.start()
+        one, two = await world.seven_is_live(first)
+        two.hold["pause"] = asyncio.Event()
+        await first.begin(8)
+        async with world.service() as second:
+            await second.advance(1)
+            two.hold.pop("pause").set()
+            await settle()
+            await second.advance(60)
+            assert await second.live() == "0-7"
+            assert (one.serving, two.serving) == ("0-7", "0-7")
+            assert (await second.push(9)).status_code == 200
+            late = await first.push(10)
+            assert late.status_code == 503
+            assert late.json()["code"] == "journal_failed"
+            assert [failure.code for failure in first.stopped] == ["journal_failed"]
+            assert (one.serving, two.serving) == ("0-9", "0-9")
+        await first.coordinator.close()
+
+    run(main)
+
+
+def test_what_was_committed_is_known_after_a_quiet_restart(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    async def main() -> None:
+        async with world.service() as first:
+            fronts = await world.seven_is_live(first)
+            receipt = (await first.get("/v1/updates/0-7")).json()["receipt"]
+        async with world.service() as second:
+            assert (await second.get("/v1/version")).json()["rollback_to"] == "start"
+            assert (await second.get("/v1/updates/0-7")).json()["receipt"] == receipt
+            assert (await second.get("/readyz")).status_code == 200
+            repeated = await second.push(7)
+            assert repeated.json() == receipt
+            back = await second.post("/v1/rollback?wait=true", {"target": "start", "expected_live": "0-7"})
+            assert back.json()["outcome"] == "committed"
+            assert [front.serving for front in fronts] == ["start", "start"]
+            stale = await second.push(7, id="again")
+            assert stale.json()["code"] == "stale_version"
+
+    run(main)
+
+
+def test_an_empty_journal_needs_an_explicit_adopt(tmp_path: Path) -> None:
+    """Hazard 13."""
+    world = World(tmp_path)
+
+    async def main() -> None:
+        async with world.service() as first:
+            fronts = await world.seven_is_live(first)
+        elsewhere = LocalService(tmp_path / "elsewhere", fleet=world.fleet, clock=world.clock, deadlines=DEADLINES)
+        members = [{"replica": front.replica, "url": front.url} for front in fronts]
+        async with elsewhere as second:
+            refused = await second.post("/v1/fleet/replicas", members[0])
+            assert (refused.status_code, refused.json()["code"]) == (412, "adopt_needed")
+            unsure = await second.post("/v1/fleet/adopt", {"members": members, "confirm": False})
+            assert unsure.status_code == 400
+            adopted = await second.post("/v1/fleet/adopt", {"members": members, "confirm": True})
+            assert adopted.status_code == 200, adopted.text
+            assert adopted.json()["live_version"] == "0-7"
+            assert (await second.push(8)).status_code == 200
+            assert [front.serving for front in fronts] == ["0-8", "0-8"]
+            again = await second.post("/v1/fleet/adopt", {"members": members, "confirm": True})
+            assert (again.status_code, again.json()["code"]) == (409, "wrong_phase")
+
+    run(main)
