@@ -39,7 +39,7 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 
 @given(st.data(), tensors())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_box_equals_the_reference(data: st.DataObject, drawn) -> None:
     name, shape, tensor, raw = drawn
     box = data.draw(boxes(shape))
@@ -48,7 +48,7 @@ def test_any_box_equals_the_reference(data: st.DataObject, drawn) -> None:
 
 
 @given(st.data(), tensors())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_cut_anywhere_adds_up(data: st.DataObject, drawn) -> None:
     name, shape, tensor, _ = drawn
     assume(shape)
@@ -64,7 +64,7 @@ def test_a_cut_anywhere_adds_up(data: st.DataObject, drawn) -> None:
 
 
 @given(st.data(), tensors())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_strides_do_not_matter(data: st.DataObject, drawn) -> None:
     name, shape, tensor, _ = drawn
     order = data.draw(st.permutations(range(len(shape))))
@@ -74,7 +74,7 @@ def test_strides_do_not_matter(data: st.DataObject, drawn) -> None:
 
 
 @given(st.data(), tensors())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_one_flipped_bit_shows(data: st.DataObject, drawn) -> None:
     name, _, tensor, _ = drawn
     flipped = tensor.clone().contiguous()
@@ -85,7 +85,7 @@ def test_one_flipped_bit_shows(data: st.DataObject, drawn) -> None:
 
 
 @given(st.integers(2, 40), st.integers(2, 40), st.integers(0, 2**32), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_swapped_rows_and_columns_show(rows: int, columns: int, seed: int, data: st.DataObject) -> None:
     tensor, _ = random_tensor("BF16", (rows, columns), seed)
     bits = tensor.view(torch.int16)

@@ -19,7 +19,7 @@ from transports.testing import write_checkpoint
 
 NAMES = sorted(name for name in TORCH_DTYPES if name != "F4")
 CASTS = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.float32))
-SETTINGS = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def content(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
