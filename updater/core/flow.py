@@ -285,7 +285,7 @@ def _marked(state: FleetState, row: Row, member: Member, failures: tuple[Failure
         return replace(member, standing=Standing.QUARANTINED, shut=True, previous=None, owed=None)
     owed = phase_request(state, current(state), member)
     if row.phase is Phase.DISCARDING:
-        return replace(member, spare_unknown=True, previous=None, owed=None if answered else owed)
+        return replace(member, spare_unknown=True, previous=None, owed=owed)
     if row.phase is Phase.RESTORING:
         return replace(member, standing=Standing.QUARANTINED, previous=None, owed=owed)
     return replace(member, standing=Standing.LOST, owed=owed)

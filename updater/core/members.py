@@ -144,6 +144,8 @@ def seen(state: FleetState, event: Seen) -> Moved:
         return state, ()
     if member.owed is not None:
         return state, (member.owed,)  # it is reachable: ask again, also if it refused before
+    if status.state in _INSTALLED:
+        return _take_back(state, member)
     if member.standing is Standing.LOST or (member.standing is Standing.JOINING and _serves_live(state, status)):
         return _back(state, member, status)
     if member.standing is Standing.OK and status.state is FrontState.JOINING:
@@ -168,12 +170,14 @@ def _back(state: FleetState, member: Member, status: FrontStatus) -> Moved:
         back = replace(member, standing=Standing.OK, shut=False, admitted=True, live=status.live_digest)
         after, effects = _tidy_anew(state, back)
         return after, (Admit(member.replica), *effects)
-    if status.state in _INSTALLED:
-        # Nothing that it may have installed was published to it, or it would owe the acknowledgement of that.
-        state = replace(state, serial=state.serial + 1)
-        send = Send(member.replica, "restore", FenceRequest(state.fence(state.serial, 0, member.incarnation)))
-        return state.with_member(replace(member, owed=send)), (send,)
     return state, ()
+
+
+def _take_back(state: FleetState, member: Member) -> Moved:
+    """Nothing that it may have installed was published to it, or it would owe the acknowledgement of that."""
+    state = replace(state, serial=state.serial + 1)
+    send = Send(member.replica, "restore", FenceRequest(state.fence(state.serial, 0, member.incarnation)))
+    return state.with_member(replace(member, owed=send)), (send,)
 
 
 def owes(state: FleetState, replica: str, verb: str, fence: Fence) -> Member | None:
@@ -234,8 +238,6 @@ def unpaid(state: FleetState, member: Member, event: Refused) -> Moved:
         label = live(state)
         refused = replace(member, standing=Standing.JOINING, owed=None, gave_up_on=label)
         return state.with_member(refused), ()
-    if event.verb == "discard":
-        return state.with_member(replace(member, owed=None)), ()
     if any(failure.code == "rank_died" for failure in event.failures):
         return state.with_member(replace(member, standing=Standing.QUARANTINED, owed=None, shut=True)), ()
     return state, ()

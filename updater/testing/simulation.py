@@ -121,7 +121,15 @@ class Simulation:
             self.note(
                 f"coordinator: {before.value} -> {after.phase.value}" + (f" (attempt {attempt})" if attempt else "")
             )
+        if isinstance(event, events.Joined) and any(isinstance(effect, Accepted) for effect in effects):
+            self._remember(event)
         self.do_effects(effects)
+
+    def _remember(self, event: events.Joined) -> None:
+        """A member is journaled before anything is done about it."""
+        status = event.description.status
+        known = recovery.KnownMember(status.replica, status.incarnation, event.description.url, "config")
+        self.disk.members[status.replica] = known
 
     def do_effects(self, effects: tuple[Effect, ...]) -> None:
         for effect in effects:
@@ -153,10 +161,10 @@ class Simulation:
         """A new life on the same disk; `silent` members do not answer its first question."""
         known = tuple(self.disk.members.values())
         reports: dict[str, FrontStatus | None] = {}
-        for member in known:
-            process = self.replicas.get(member.replica)
-            answers = process is not None and process.alive and member.replica not in silent
-            reports[member.replica] = process.describe(self.now).status if process and answers else None
+        for name in sorted(self.disk.members):
+            process = self.replicas.get(name)
+            answers = process is not None and process.alive and name not in silent
+            reports[name] = process.describe(self.now).status if process and answers else None
         journal = recovery.Journal(tuple(self.disk.records), known, self.disk.epoch, self.disk.serial)
         plan = self.machines.recovery.recover("fleet", journal, reports, adopt=adopt)
         if plan.refusal is not None:
@@ -164,6 +172,10 @@ class Simulation:
             self.answers.append(Denied((plan.refusal,)))
             return
         self.state = plan.state
+        for member in plan.state.members:
+            self.disk.members[member.replica] = recovery.KnownMember(
+                member.replica, member.incarnation, member.url, member.config_hash
+            )
         self.disk.epoch, self.disk.serial = plan.state.epoch, max(self.disk.serial, plan.state.serial)
         self.note(f"coordinator: starts as epoch {plan.state.epoch}, {plan.state.phase.value}")
         self.do_effects(plan.effects)
@@ -285,10 +297,7 @@ class Simulation:
         known = self.state.member(name) if self.state else None
         gone = known is not None and known.incarnation != process.incarnation
         self.feed(events.Joined(process.describe(self.now), old_gone=gone))
-        accepted = isinstance(self.answers[-1], Accepted)
-        if accepted and self.state is not None:
-            self.disk.members[name] = recovery.KnownMember(name, process.incarnation, f"sim://{name}", "config")
-        return self.answers[-1]
+        return self.answers[-1] if self.answers else None
 
     def begin(self, update: str, step: int, *, content: str | None = None, manifest: str = "", **rest: Any) -> Effect:
         """Ask for step `step` of the current run, from a path that holds `content`."""
