@@ -11,6 +11,7 @@ from updater.core.errors import CODES, Failure, LiveweightsError, Rejected, Unav
 from updater.core.participant import Kind
 from updater.core.policy import CommitMode
 from updater.core.state import FleetState
+from updater.http import RejectedWith
 from updater.journal import Journal, Request
 from updater.machine import Machine
 from updater.metrics import Metrics
@@ -57,7 +58,7 @@ class Desk:
         answer = self._machine.ask(event)
         if isinstance(answer, Denied):
             self._running.pop(update.id, None)
-            raise self.error(*answer.failures)
+            raise self._denied(answer)
         seconds = self._lease_seconds(asked)
         if seconds is not None and not update.done.is_set():
             update.lease = Lease(self._clock, seconds, lambda: self._machine.feed(ev.LeaseExpired(update.id)))
@@ -143,7 +144,7 @@ class Desk:
     def _tell(self, update: Update, event: ev.ClientEvent) -> Update:
         answer = self._machine.ask(event)
         if isinstance(answer, Denied):
-            raise self.error(*answer.failures)
+            raise self._denied(answer)
         return update
 
     # -- what the machine reports
@@ -237,6 +238,13 @@ class Desk:
         failure = self.closed or self._machine.stopped
         if failure is not None:
             raise self.error(failure)
+
+    def _denied(self, answer: Denied) -> LiveweightsError:
+        """With the id of the update in the way, so that the caller can watch or abort it (B144)."""
+        error = self.error(*answer.failures)
+        if not answer.active:
+            return error
+        return RejectedWith(*error.failures, live_version=error.live_version, members={"active": answer.active})
 
     def error(self, *failures: Failure) -> LiveweightsError:
         """Refused at the door, with what is live."""

@@ -57,6 +57,14 @@ _BY_STATUS = {
 }
 
 
+class RejectedWith(Rejected):
+    """A refusal whose document has more members than the standard ones."""
+
+    def __init__(self, *failures: Failure, live_version: str | None = None, members: Mapping[str, Any]) -> None:
+        super().__init__(*failures, live_version=live_version)
+        self.members = dict(members)
+
+
 def problem_body(error: LiveweightsError, **extra: Any) -> dict[str, Any]:
     """The document of one error: RFC 9457 members, then ours. `extra` adds members, for example `receipt`."""
     return {
@@ -69,6 +77,7 @@ def problem_body(error: LiveweightsError, **extra: Any) -> dict[str, Any]:
         "retryable": error.retryable,
         "live_version": error.live_version,
         "failures": [wire.plain(failure) for failure in error.failures],
+        **(error.members if isinstance(error, RejectedWith) else {}),
         **extra,
     }
 
