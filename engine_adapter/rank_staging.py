@@ -1,0 +1,172 @@
+"""The staging half of a rank: plan, stage, vote, audit. Touches the spare and never a live tensor; serving goes on.
+
+All verbs run on one thread of their own, one at a time; `cancel` may be called from anywhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from engine_adapter.rank_messages import (
+    NamedDigest,
+    RankAudit,
+    RankAuditReply,
+    RankCheckPrevious,
+    RankDigests,
+    RankDigestsReply,
+    RankDone,
+    RankPlan,
+    RankPlanReply,
+    RankStage,
+    RankStageReply,
+    RankVerify,
+    RankVerifyReply,
+)
+from engine_adapter.rank_plan import Opener, Plan, make_plan
+from engine_adapter.rank_readback import parameter_digests, read_back
+from engine_adapter.rank_replay import Stop, replay
+from engine_adapter.rank_state import RankState, failed, wrong_phase
+from transports.digest import to_hex
+from transports.scans import is_zero
+from updater.core.participant import SpareState
+
+_FOREVER = float("inf")
+
+
+class StagingHalf:
+    """`poison`: fill the spare with NaN before every staging; without it only where nobody promised digests."""
+
+    def __init__(self, state: RankState, open_source: Opener, poison: bool) -> None:
+        self._state = state
+        self._open_source = open_source
+        self._poison = poison
+        self._planning: tuple[int, threading.Event] | None = None
+
+    def cancel(self, serial: int) -> None:
+        """Make a running plan, stage or verify of `serial` end soon, with `client_abort`."""
+        plan = self._state.plan
+        for running in (self._planning, plan and (plan.request.serial, plan.cancelled)):
+            if running and running[0] == serial:
+                running[1].set()
+
+    def plan(self, request: RankPlan) -> RankPlanReply:
+        """Opens the source and proves the placement; the spare and its state stay as they are."""
+        state = self._state
+        with state.staging:
+            if state.plan is not None and state.plan.request == request:
+                return state.plan.reply
+            state.drop_plan()
+            cancelled = threading.Event()
+            self._planning = (request.serial, cancelled)
+            try:
+                plan = make_plan(state.engine, state.spare.live, request, self._open_source)
+                plan.cancelled = cancelled
+                if cancelled.is_set():
+                    plan.close()
+                    raise self._endless(cancelled).error()
+                state.plan = plan
+            finally:
+                self._planning = None
+            return plan.reply
+
+    def stage(self, request: RankStage) -> RankStageReply:
+        """Spends `previous`, replays the rows. A failure leaves the state `staging`, until `discard`."""
+        state = self._state
+        with state.staging:
+            plan = state.planned(request.serial)
+            if state.stage_reply is not None:
+                return state.stage_reply
+            state.refuse_unsettled()
+            begun, stop = state.clock(), self._stop(plan, request.deadline_s)
+            stop.check()
+            state.spare.set_state(SpareState.STAGING, serial=request.serial)
+            state.spare_digests = state.voted = None
+            if self._poison or not plan.has_digests:
+                state.spare.poison()
+            asked = replay(plan, state.spare.live, state.spare.spare, stop)
+            state.stage_reply = RankStageReply(asked, state.clock() - begun)
+            return state.stage_reply
+
+    def verify(self, request: RankVerify) -> RankVerifyReply:
+        """Reads the spare back. On return the spare is `staged` and the source is closed."""
+        state = self._state
+        with state.staging:
+            if state.verified is not None and state.verified[0] == request:
+                return state.verified[1]
+            plan = state.planned(request.serial)
+            if state.stage_reply is None:
+                raise wrong_phase(f"update {request.serial} is not staged here")
+            stop = self._stop(plan, request.deadline_s)
+            reply, digests = self._verified(plan, request, stop)
+            state.spare_digests = digests
+            state.spare.set_state(SpareState.STAGED, serial=request.serial)
+            state.vote(request.serial)
+            state.verified = (request, reply)
+            plan.close()
+            return reply
+
+    def _verified(self, plan: Plan, request: RankVerify, stop: Stop) -> tuple[RankVerifyReply, dict[str, int]]:
+        state, begun = self._state, self._state.clock()
+        plan.source.recheck()
+        spare = state.spare.spare
+        proof = read_back(plan, spare, request.cuts, stop)
+        if state.live_digests is None or plan.request.start:
+            state.live_digests = parameter_digests(state.spare.live, stop)
+        changed = differing(proof.parameters, state.live_digests)
+        reply = RankVerifyReply(
+            atoms=proof.atoms,
+            parameters=len(proof.parameters),
+            changed=changed,
+            zero=tuple(sorted(name for name, tensor in spare.items() if tensor.numel() and is_zero(tensor))),
+            differs_from_live=changed if plan.request.start else (),
+            seconds=state.clock() - begun,
+        )
+        return reply, dict(proof.parameters)
+
+    def check_previous(self, request: RankCheckPrevious) -> RankDone:
+        """Rollback's vote: `no_rollback` unless the spare still holds what was live under this label."""
+        state = self._state
+        with state.staging:
+            begun, spare = state.clock(), state.spare
+            held = (spare.state, spare.version)
+            if held != (SpareState.PREVIOUS, request.version) or spare.digest not in ("", request.digest):
+                raise failed("no_rollback", f"the spare is {spare.state.value} {spare.version or '-'}")
+            found = parameter_digests(spare.spare, self._endless())
+            if state.spare_digests is None or differing(found, state.spare_digests):
+                state.empty_spare()
+                raise failed("no_rollback", "the spare's bytes are no longer what they were when they were live")
+            state.vote(request.serial)
+            return RankDone(state.clock() - begun)
+
+    def audit(self, request: RankAudit) -> RankAuditReply:
+        """Digests `live` or `spare` again. A spare that differs is no way back any more."""
+        state = self._state
+        with state.staging:
+            of_live = request.what == "live"
+            known = state.live_digests if of_live else state.spare_digests
+            if known is None:
+                return RankAuditReply(0, ())
+            found = parameter_digests(state.spare.live if of_live else state.spare.spare, self._endless())
+            wrong = differing(found, known)
+            if wrong and not of_live:
+                state.empty_spare()
+            return RankAuditReply(len(found), wrong)
+
+    def digests(self, request: RankDigests) -> RankDigestsReply:
+        """Parameter digests of what is live, freshly computed."""
+        with self._state.staging:
+            found = parameter_digests(self._state.spare.live, self._endless())
+            return RankDigestsReply(tuple(NamedDigest(name, to_hex(value)) for name, value in found.items()))
+
+    def _stop(self, plan: Plan, deadline_s: float) -> Stop:
+        return Stop(plan.cancelled, self._state.clock() + deadline_s, self._state.clock)
+
+    def _endless(self, cancelled: threading.Event | None = None) -> Stop:
+        """For work over this rank's own memory, which ends by itself."""
+        return Stop(cancelled or threading.Event(), _FOREVER, self._state.clock)
+
+
+def differing(found: Mapping[str, int], known: Mapping[str, int]) -> tuple[str, ...]:
+    """Names whose digest is not the known one."""
+    return tuple(sorted(name for name, digest in found.items() if known.get(name) != digest))

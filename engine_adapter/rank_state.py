@@ -1,0 +1,108 @@
+"""What a rank remembers of transactions: shared by its staging half and its installing half."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from engine_adapter.base import PausePoint, RankEngine
+from engine_adapter.rank_messages import RankStageReply, RankVerify, RankVerifyReply
+from engine_adapter.rank_plan import Plan
+from engine_adapter.spare import Spare
+from updater.core.errors import Aborted, Failure
+from updater.core.participant import SpareState
+from updater.core.policy import CachePolicy
+from updater.core.version import START
+
+_YIELD_S = 30.0  # how long a control verb waits for a cancelled staging verb to let go
+
+
+@dataclass(slots=True)
+class Install:
+    """An install that is neither settled nor undone. What `before_*` name is what `restore` brings back."""
+
+    serial: int
+    attempt: int
+    cache: CachePolicy
+    before_state: tuple[SpareState, int, str, str]
+    before_label: tuple[str, str]
+    done: bool = False
+
+
+@dataclass(slots=True)
+class RankState:
+    """`label`: version and content digest of what is live. `voted`: serial and fingerprint of the last yes.
+
+    `live_digests`, `spare_digests`: parameter digests as of the vote, or None where nobody looked. `point`: where the
+    engine stands while it is paused. `last_install`, `undone`: (serial, attempt) since the last vote. `staging` is
+    held by whichever staging verb runs.
+    """
+
+    engine: RankEngine
+    spare: Spare
+    clock: Callable[[], float] = time.monotonic
+    label: tuple[str, str] = (str(START), "")
+    plan: Plan | None = None
+    stage_reply: RankStageReply | None = None
+    verified: tuple[RankVerify, RankVerifyReply] | None = None
+    voted: tuple[int, str] | None = None
+    live_digests: dict[str, int] | None = None
+    spare_digests: dict[str, int] | None = None
+    point: PausePoint | None = None
+    install: Install | None = None
+    last_install: tuple[int, int] | None = None
+    undone: tuple[int, int] | None = None
+    staging: threading.Lock = field(default_factory=threading.Lock)
+
+    def vote(self, serial: int) -> None:
+        """A new transaction: what is remembered of earlier ones must not answer for it, whatever their numbers."""
+        self.voted = (serial, self.fingerprint())
+        self.last_install = self.undone = None
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(repr(self.spare.fingerprint()).encode()).hexdigest()
+
+    def swap_digests(self) -> None:
+        self.live_digests, self.spare_digests = self.spare_digests, self.live_digests
+
+    def planned(self, serial: int) -> Plan:
+        if self.plan is None or self.plan.request.serial != serial:
+            raise wrong_phase(f"update {serial} is not planned here")
+        return self.plan
+
+    def drop_plan(self) -> None:
+        """I6: no file stays open."""
+        if self.plan is not None:
+            self.plan.close()
+        self.plan = self.stage_reply = self.verified = None
+
+    def empty_spare(self) -> None:
+        self.spare.set_state(SpareState.EMPTY)
+        self.spare_digests = self.voted = None
+
+    def refuse_unsettled(self) -> None:
+        if self.install is not None:
+            raise wrong_phase("the last install is neither settled nor restored")
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """No staging verb runs meanwhile. Raises `phase_timeout` if one does not let go."""
+        if not self.staging.acquire(timeout=_YIELD_S):
+            raise failed("phase_timeout", "the staging thread is still at work")
+        try:
+            yield
+        finally:
+            self.staging.release()
+
+
+def failed(code: str, message: str) -> Aborted:
+    """One refusal of this rank."""
+    return Aborted(Failure(code, message))
+
+
+def wrong_phase(message: str) -> Aborted:
+    return failed("wrong_phase", message)
