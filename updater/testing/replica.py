@@ -15,6 +15,7 @@ from updater.core.errors import Failure
 from updater.core.participant import (
     Description,
     Fence,
+    FrontState,
     Kind,
     PauseReply,
     PlanReply,
@@ -134,6 +135,7 @@ class SimulatedReplica:
         self.requests: list[Request] = []
         self.faults: dict[str, tuple[Failure, int]] = {}
         self.votes: dict[int, str] = {}
+        self.must_be_reset = False
         self.asleep = False
         self.log: Callable[[str], None] = lambda line: None
         self.on_install: Callable[[SimulatedReplica, PlanRequest, Fence], None] = lambda *_: None
@@ -144,10 +146,12 @@ class SimulatedReplica:
         """Swap the state whole, then perform."""
         if not self.alive:
             return
-        before = self.state.state
+        before, over = self.state.state, self.lease_timer is not None and now >= self.lease_timer
         self.state, effects = self._step(self.state, event, now)
         if self.state.state is not before:
             self.log(f"{self.name}: {before.value} -> {self.state.state.value}")
+            if over and self.state.state is FrontState.INSTALLING:
+                raise Violation("I9", f"{self.name} installs after its lease")
         for effect in effects:
             self._perform(effect)
 
@@ -163,6 +167,8 @@ class SimulatedReplica:
             self.held = {each for each in self.held if each[1] != effect.serial}
         elif isinstance(effect, OpenAdmission):
             self.admission = (effect.version, effect.digest)
+            if self.must_be_reset and any(made_by != self.ranks[0].live for made_by in self.cache.values()):
+                raise Violation("I5", f"{self.name} opens on {effect.version} with blocks of other weights")
             self.log(f"{self.name}: serves {effect.version}")
         elif isinstance(effect, CloseAdmission):
             self.admission = None
@@ -267,6 +273,7 @@ class SimulatedReplica:
         rank.flips.append((fence.serial, fence.attempt))
         rank.live, rank.spare = rank.spare, rank.live
         rank.label, rank.namespace = plan.version, (plan.version, rank.live)
+        self.must_be_reset = plan.cache is CachePolicy.RESET
         return None
 
     def _invalidate(self, work: Work, rank: Rank) -> Failure | None:
@@ -277,6 +284,7 @@ class SimulatedReplica:
     def _restore(self, work: Work, rank: Rank) -> Failure | None:
         """Undo what this attempt did to this rank, if anything; let go of the staging."""
         self.held.clear()
+        self.must_be_reset = False
         old = self.state.old or self.state.live
         if rank.flips and work.plan is not None and rank.flips[-1][0] == work.plan.fence.serial:
             rank.flips.pop()

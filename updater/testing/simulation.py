@@ -8,6 +8,7 @@ Same actions, same history.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -491,6 +492,34 @@ class Simulation:
             raise Violation("I9", f"waits for {sorted(update.waiting)} in {state.phase} without a deadline")
         if state.phase is Phase.IDLE and (update is not None or self.deadline is not None):
             raise Violation("I4", "idle with an update or a deadline left")
+
+    # --- moving it by hand
+
+    def run(
+        self, *, until: Phase | None = None, hold: Callable[[Packet], bool] = lambda _: False, limit: int = 1000
+    ) -> None:
+        """What happens naturally, without retries and timers, up to the entry of phase `until`. Packets for which
+        `hold` says yes stay on the wire.
+        """
+        for _ in range(limit):
+            if until is not None and self.state is not None and self.state.phase is until:
+                return
+            kept = {packet.number for packet in self.wire if hold(packet)}
+            ready = [action for action in self.actions() if not (action.kind == "deliver" and action.args[0] in kept)]
+            if not ready:
+                return
+            self.perform(ready[0])
+
+    def work(self, name: str, queue: str = "control", times: int | None = None) -> None:
+        """Ranks of one replica do `times` pieces of work, or all there is."""
+        process = self.replicas[name]
+        while queue in process.jobs and times != 0:
+            self.perform(Action("work", (name, queue)))
+            times = None if times is None else times - 1
+
+    def on_wire(self, verb: str, to: str = "") -> list[Packet]:
+        """Requests for replica `to`, or replies of that verb."""
+        return [packet for packet in self.wire if packet.to == to and getattr(packet.payload, "verb", "") == verb]
 
     # --- the end of a history
 
