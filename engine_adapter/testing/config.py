@@ -72,7 +72,7 @@ def fixture_config(fixture: str, **changes: Any) -> ToyConfig:
 class ToyOptions:
     """`EngineSpec.options` of the toy engine.
 
-    `pad_vocab`: the vocabulary is padded to a multiple of this times the ranks' need (1: no padding).
+    `pad_vocab`: the rows of the vocabulary are rounded up to a multiple of this (1: no padding).
     `expert_parallel`: whole experts per rank instead of slices of every expert. `interleaved`: gate and up rows
     alternate in the fused parameter. `kernel`: `none`, `swap` (the halves of every down projection are stored
     swapped: a kernel layout reached by placement) or `packed` (a transposed copy, rebuilt after every install).

@@ -148,7 +148,7 @@ class ToyEngine:
     def sleep(self) -> None:
         """While paused: give up the contents of all memory, also of buffers that no checkpoint holds."""
         for tensor in [*self.model.parameters.values(), *self.model.buffers.values()]:
-            tensor.view(torch.uint8 if tensor.dim() else tensor.dtype).fill_(255 if tensor.dim() else float("nan"))
+            tensor.fill_(float("nan"))
 
     def wake(self) -> None:
         """Buffers are computed again; parameters are rubbish until an update brings all of them."""

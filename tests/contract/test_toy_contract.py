@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from engine_adapter.testing import ToyOptions, expected_digests, make_toy_checkpoint, reference_generate
-from engine_adapter.testing.contract import EngineContract
+from engine_adapter.testing.contract import EngineContract, held
+from engine_adapter.testing.harness import Replica
 
 pytestmark = pytest.mark.engine
 
@@ -89,3 +90,19 @@ class TestWrappedOverTwo(ToyContract):
 class TestFloat8OverTwo(ToyContract):
     fixture = "M4"
     size = 2
+
+
+def test_no_update_after_the_second_takes_memory_that_a_shard_would_show_in(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 16384, "hidden_size": 512, "num_hidden_layers": 1}
+    seven, eight = (make_toy_checkpoint(tmp_path / str(seed), seed=seed, **sizes) for seed in (7, 8))
+    with Replica(ToyContract.factory, seven, 1) as replica:
+        replica.publish(eight, "1")
+        replica.publish(seven, "2")
+        (pid,) = replica.pids
+        shard, before = replica.status()[0].spare_bytes, held(pid)
+        for version in range(3, 11):
+            replica.publish((seven, eight)[version % 2], str(version))
+        after = held(pid)
+    assert shard > 32 * 2**20
+    assert after[2] - before[2] < shard // 2
+    assert after[:2] == before[:2]
