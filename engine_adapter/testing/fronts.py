@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import replace
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from engine_adapter.launch import ENGINES, STANDALONE, FrontSettings, Replica
+from engine_adapter.rank_messages import RankDigests
+from engine_adapter.testing.checkpoint import make_toy_checkpoint
+from engine_adapter.testing.reference import reference_generate
 from updater import http, wire
+from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import (
     MESSAGES,
     DiscardRequest,
@@ -40,7 +45,10 @@ def toy_settings(model: Path, tp: int = 1, **changes: Any) -> FrontSettings:
 
 @asynccontextmanager
 async def running_replica(settings: FrontSettings) -> AsyncIterator[Replica]:
-    """Started, admitted and serving; stopped, with no process left, at the end."""
+    """Started, admitted and serving; stopped, with no process left, at the end.
+
+    Raises LiveweightsError with the replica's own failure if it does not start.
+    """
     replica = Replica(settings)
     stop = asyncio.Event()
     life = asyncio.create_task(replica.run(stop))
@@ -48,7 +56,7 @@ async def running_replica(settings: FrontSettings) -> AsyncIterator[Replica]:
     try:
         await asyncio.wait({life, joined}, return_when=asyncio.FIRST_COMPLETED)
         if life.done():
-            raise RuntimeError(f"the replica did not start: {replica.face.failure}")
+            raise LiveweightsError(replica.face.failure or Failure("internal", "the replica ended without a word"))
         yield replica
     finally:
         joined.cancel()
@@ -175,3 +183,68 @@ class HandCoordinator:
             raise http.error_of(response.status_code, response.json())
         answer: dict[str, Any] = response.json()
         return answer
+
+
+#: A prompt of one and a half blocks, so that a repeat hits the prefix cache.
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+async def code_of(work: Awaitable[Any]) -> str:
+    """The code of the refusal that this must end in. Raises AssertionError where it is not refused."""
+    try:
+        answer = await work
+    except LiveweightsError as error:
+        return error.code
+    raise AssertionError(f"not refused: {answer}")
+
+
+@dataclass
+class Stage:
+    """A toy replica and two checkpoints that a test switches between. Serials and versions only grow."""
+
+    runner: asyncio.Runner
+    replica: Replica
+    paths: tuple[Path, Path]
+    serials: Iterator[int] = field(default_factory=lambda: itertools.count(10))
+    live: int = 0  # index into paths
+
+    def play(self, scene: Callable[[HandCoordinator], Awaitable[None]], deadline_s: float = 120.0) -> None:
+        """Run the scene on the replica's own event loop."""
+
+        async def run() -> None:
+            async with HandCoordinator(self.replica) as coordinator, asyncio.timeout(deadline_s):
+                await scene(coordinator)
+
+        self.runner.run(run())
+
+    def next(self) -> tuple[int, Path, str]:
+        """Serial, the checkpoint that is not live, and a fresh version label."""
+        serial = next(self.serials)
+        return serial, self.paths[1 - self.live], f"0-{serial}"
+
+    def expected(self, index: int, prompt: Sequence[int] = PROMPT, tokens: int = 8) -> list[int]:
+        """What the checkpoint answers, by a forward pass written apart from the engine."""
+        return list(reference_generate(self.paths[index], prompt, tokens))
+
+    def installed(self) -> None:
+        self.live = 1 - self.live
+
+    async def digests(self) -> Any:
+        """Of every live parameter of every rank, freshly computed."""
+        return await self.replica.pool.call("digests", RankDigests(), deadline_s=30.0)
+
+
+@contextmanager
+def toy_stage(
+    folder: Path, options: Mapping[str, str | int | float | bool] | None = None, tp: int = 1, **changes: Any
+) -> Iterator[Stage]:
+    """A running stage over checkpoints in `folder`; nothing is left of it at the end."""
+    paths = (make_toy_checkpoint(folder / "a", seed=7), make_toy_checkpoint(folder / "b", seed=8))
+    settings = toy_settings(paths[0], tp, options=dict(options or {}), **changes)
+    with asyncio.Runner() as runner:
+        life = running_replica(settings)
+        replica = runner.run(life.__aenter__())
+        try:
+            yield Stage(runner, replica, paths)
+        finally:
+            runner.run(life.__aexit__(None, None, None))

@@ -3,77 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engine_adapter.admission import Limits
-from engine_adapter.launch import Replica
-from engine_adapter.rank_messages import RankDigests, RankStatus
-from engine_adapter.testing import make_toy_checkpoint, reference_generate
-from engine_adapter.testing.fronts import HandCoordinator, running_replica, toy_settings
-from updater.core.errors import LiveweightsError
+from engine_adapter.rank_messages import RankStatus
+from engine_adapter.testing.fronts import PROMPT, HandCoordinator, Stage, code_of, toy_stage
 from updater.core.participant import FenceRequest, FrontState, Kind, SpareState, StageRequest, StatusRequest
 from updater.core.policy import CachePolicy, InFlight
 
 pytestmark = pytest.mark.engine
 
-PROMPT = [5, 6, 7, 8, 9, 10]
-
-
-@dataclass
-class Stage:
-    """A replica and the two checkpoints that tests switch between. Serials and versions only grow."""
-
-    runner: asyncio.Runner
-    replica: Replica
-    paths: tuple[Path, Path]
-    serials: Iterator[int] = field(default_factory=lambda: itertools.count(10))
-    live: int = 0  # index into paths
-
-    def play(self, scene: Callable[[HandCoordinator], Awaitable[None]]) -> None:
-        async def run() -> None:
-            async with HandCoordinator(self.replica) as coordinator, asyncio.timeout(90):
-                await scene(coordinator)
-
-        self.runner.run(run())
-
-    def next(self) -> tuple[int, Path, str]:
-        """Serial, the checkpoint that is not live, and a fresh version label."""
-        serial = next(self.serials)
-        return serial, self.paths[1 - self.live], f"0-{serial}"
-
-    def expected(self, index: int, prompt: list[int] = PROMPT, tokens: int = 8) -> list[int]:
-        return list(reference_generate(self.paths[index], prompt, tokens))
-
-    def installed(self) -> None:
-        self.live = 1 - self.live
-
-    async def digests(self) -> Any:
-        return await self.replica.pool.call("digests", RankDigests(), deadline_s=30.0)
-
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    folder = tmp_path_factory.mktemp("toy")
-    paths = (make_toy_checkpoint(folder / "a", seed=7), make_toy_checkpoint(folder / "b", seed=8))
-    settings = toy_settings(paths[0], limits=Limits(max_waiting=2, wait_s=60.0), options={"step_ms": 2})
-    with asyncio.Runner() as runner:
-        life = running_replica(settings)
-        replica = runner.run(life.__aenter__())
-        yield Stage(runner, replica, paths)
-        runner.run(life.__aexit__(None, None, None))
-
-
-async def code_of(work: Awaitable[object]) -> str:
-    with pytest.raises(LiveweightsError) as caught:
-        await work
-    return caught.value.code
+    limits = Limits(max_waiting=2, wait_s=60.0)
+    with toy_stage(tmp_path_factory.mktemp("toy"), {"step_ms": 2}, limits=limits) as made:
+        yield made
 
 
 def test_an_update_changes_tokens_label_and_digest_together_and_a_rollback_brings_them_back(stage: Stage) -> None:
