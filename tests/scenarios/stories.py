@@ -66,8 +66,11 @@ def code(answer: object) -> str:
 
 
 def rest(sim: Simulation) -> None:
+    """The end of every story: the fleet is healed, nothing hangs and nothing is held. Not part of the transcript."""
+    told = list(sim.log)
     sim.heal()
     sim.check_settled()
+    sim.log = told
 
 
 # --- the ordinary way
@@ -587,6 +590,21 @@ def the_coordinator_dies_between_two_installs(sim: Simulation) -> None:
 
 
 @story
+def the_coordinator_dies_at_the_commit_point(sim: Simulation) -> None:
+    """Published, and nobody has been told: forward, whatever else."""
+    fleet(sim)
+    sim.begin("u", 0)
+    sim.run(until=Phase.RESUMING)
+    sim.crash()
+    sim.wire = []
+    sim.restart()
+    sim.settle()
+    ended(sim, Outcome.COMMITTED)
+    assert serving(sim) == {"a": "0-0", "b": "0-0"}
+    rest(sim)
+
+
+@story
 def a_silent_member_at_recovery_is_told_later(sim: Simulation) -> None:
     fleet(sim)
     sim.begin("u", 0)
@@ -690,6 +708,8 @@ def a_restarted_member_catches_up(sim: Simulation) -> None:
     assert serving(sim) == {"a": "0-0", "b": ""}
     sim.settle()
     assert serving(sim) == {"a": "0-0", "b": "0-0"}
+    sim.feed(events.Lost("b", "b1", Failure("replica_lost", "news of the process before")))
+    assert standing(sim, "b") is Standing.OK
     assert code(sim.rollback("back")) == "no_rollback"
     sim.begin("v1", 1)
     sim.settle()

@@ -100,6 +100,8 @@ class Simulation:
         self.durable: list[events.Recorded] = []
         self.crash_in: int | None = None
         self.effects = 0
+        self.happenings = 0
+        self.dies_at: tuple[int, str] | None = None
         self.results: list[Result] = []
         self.ended: dict[str, tuple[int, Outcome]] = {}
         self.open_updates: set[str] = set()
@@ -348,6 +350,12 @@ class Simulation:
 
     def perform(self, action: Action) -> None:
         """Let it happen, then check every promise."""
+        self.happenings += 1
+        if self.dies_at is not None and self.happenings > self.dies_at[0]:
+            victim, self.dies_at = self.dies_at[1], None
+            self.do_die(victim)
+            if action not in self.actions():
+                return
         getattr(self, f"do_{action.kind}")(*action.args)
         self.check()
 
