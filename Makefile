@@ -66,7 +66,8 @@ test: check core-coverage engine
 
 bench: $(STAMP)
 	rm -f bench-report.json
-	set -e; for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench; done
+	set -e; for bench in benchmarks/bench_*.py; do \
+	    $(BIN)/python -m benchmarks.$$(basename $$bench .py); done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

@@ -80,6 +80,16 @@ def test_the_tree_names_no_machine_and_no_registry() -> None:
     assert found == []
 
 
+def test_links_between_documents_lead_somewhere() -> None:
+    dead = []
+    for path in tracked():
+        if path.suffix == ".md":
+            for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
+                if not (path.parent / target).exists():
+                    dead.append(f"{path.relative_to(ROOT)}: {target}")
+    assert dead == []
+
+
 @pytest.mark.slow
 def test_wheel_holds_the_four_packages_and_works_elsewhere(tmp_path: Path) -> None:
     wheel = build_wheel(tmp_path)
