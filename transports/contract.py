@@ -129,6 +129,12 @@ class TransportContract:
         assert bool((target == 7.0).all())
         source.close()
 
+    def test_a_closed_source_is_not_read(self, tmp_path: Path) -> None:
+        source = self._opened(tmp_path, {"t": noise("F32", (4, 4), 1)})
+        source.close()
+        source.close()
+        assert self._code(source, [Read("t", Box.whole((4, 4)), torch.empty(4, 4))])
+
     def test_damage_is_refused_or_shows_in_the_digest(self, tmp_path: Path) -> None:
         """Whatever happens on the way, the receiver never holds wrong bytes and a digest that says they are right."""
         for kind in DAMAGE:

@@ -45,6 +45,7 @@ class DiskSource:
         self._warnings = warnings
         self._watched = list(watched)
         self._options = options
+        self._closed = False
 
     @classmethod
     def open(
@@ -125,7 +126,8 @@ class DiskSource:
             raise Aborted(*faults[:_FAULT_LIMIT])
 
     def close(self) -> None:
-        """Twice is once."""
+        """Twice is once. A read afterwards is refused: the numbers of closed files may name others by then."""
+        self._closed = True
         while self._watched:
             os.close(self._watched.pop().fd)
 
@@ -136,6 +138,8 @@ class DiskSource:
         self.close()
 
     def _pairs(self, reads: Sequence[Read]) -> list[tuple[Place, Read]]:
+        if self._closed:
+            raise Aborted(Failure("read_failed", "the source is closed"))
         missing = sorted({read.name for read in reads} - set(self._places))
         if missing:
             raise Aborted(*(Failure("tensor_missing", "not in this source", tensor=name) for name in missing[:100]))

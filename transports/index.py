@@ -64,7 +64,7 @@ def find_layout(path: str, roots: Sequence[str]) -> Layout:
 
 def natural(names: Iterable[str]) -> list[str]:
     """Sorted with numbers by value: shard 2 comes before shard 10."""
-    return sorted(names, key=lambda name: [(int(p), p) if p.isdigit() else (0, p) for p in re.split(r"(\d+)", name)])
+    return sorted(names, key=lambda name: [(int(p), p) if p.isdecimal() else (0, p) for p in re.split(r"(\d+)", name)])
 
 
 def parse_index(text: str, file: str) -> tuple[dict[str, str], int | None]:
