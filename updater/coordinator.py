@@ -213,7 +213,7 @@ class Coordinator:
             raise self.desk.error(Failure("wrong_phase", "this coordinator has a fleet already"))
         known = []
         for replica, url in members:
-            participant = self._make(replica, url)
+            participant = self.joins.reach(replica, url)
             description = await self.joins.describe(replica, url, participant)
             contact = Contact(participant, description, description.status)
             self._directory.put(replica, contact)

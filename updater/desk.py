@@ -160,6 +160,11 @@ class Desk:
         if before.phase is not after.phase or before.update is None:
             update.phase = after.phase.value
             update.timeline.enter(after.phase, self._clock.now())
+            self._show(update)
+
+    def _show(self, update: Update) -> None:
+        """The pause is no time to describe what nobody watches."""
+        if update.watchers:
             update.tell("phase", self.view(update).model_dump(mode="json"))
 
     def heard(self, event: ev.Replied) -> None:
@@ -183,7 +188,7 @@ class Desk:
         if state.update is not None and state.update.serial == update.serial:
             update.phase = state.phase.value
             update.timeline.enter(state.phase, self._clock.now())
-            update.tell("phase", self.view(update).model_dump(mode="json"))
+            self._show(update)
 
     def finished(self, finish: Finish, members: dict[str, MemberState]) -> None:
         """The receipt is durable before anybody reads it."""

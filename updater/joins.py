@@ -39,7 +39,7 @@ class Joins:
         """Take a front in: the machine admits it, brings it to the live version, or says why not."""
         self._desk.must_run()
         async with self._locks.setdefault(replica, asyncio.Lock()):
-            participant = self._make(replica, url)
+            participant = self.reach(replica, url)
             try:
                 description = await self.describe(replica, url, participant)
                 old_gone = await self._old_gone(replica)
@@ -52,6 +52,13 @@ class Joins:
         if member is None:
             raise self._desk.error(Failure("replica_lost", "it left while it joined", replica=replica))
         return self._directory.view(member)
+
+    def reach(self, replica: str, url: str) -> Participant:
+        """The participant at a URL that came from outside."""
+        try:
+            return self._make(replica, url)
+        except ValueError as error:
+            raise self._desk.error(Failure("bad_request", str(error), replica=replica)) from None
 
     def _take_in(self, replica: str, contact: Contact, old_gone: bool) -> None:
         """Nothing is awaited between the machine's answer and the contact that its messages go to."""

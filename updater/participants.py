@@ -11,15 +11,13 @@ import json
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import httpx
-
 from updater import http, wire
 from updater.core.errors import Failure
 from updater.core.participant import MESSAGES
+from updater.wire_http import BROKEN, Client, TooLong
 
 PREFIX = "/participant/v1"
 MAX_REPLY = 4 << 20
-CONNECT_S = 5.0
 
 
 class Refusal(Exception):
@@ -61,24 +59,11 @@ ParticipantFactory = Callable[[str, str], Participant]
 
 
 class HttpParticipant:
-    """One keep-alive client per replica. `token`: the admin token of the fronts, or empty."""
+    """A front at `url`. `token`: the admin token of the fronts, or empty. Raises ValueError for a URL of no server."""
 
-    def __init__(
-        self, replica: str, url: str, token: str = "", transport: httpx.AsyncBaseTransport | None = None
-    ) -> None:
+    def __init__(self, replica: str, url: str, token: str = "") -> None:
         self._replica, self._url = replica, url.rstrip("/")
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | (
-            {"Authorization": f"Bearer {token}"} if token else {}
-        )
-        limits = httpx.Limits(max_connections=16, max_keepalive_connections=8, keepalive_expiry=60.0)
-        self._client = httpx.AsyncClient(
-            base_url=self._url,
-            headers=headers,
-            limits=limits,
-            transport=transport,
-            trust_env=False,
-            timeout=httpx.Timeout(None, connect=CONNECT_S),
-        )
+        self._client = Client(self._url, token)
 
     @property
     def url(self) -> str:
@@ -89,10 +74,10 @@ class HttpParticipant:
         if type(request) is not asked:
             raise TypeError(f"{verb} takes {asked.__name__}, not {type(request).__name__}")
         try:
-            async with asyncio.timeout(timeout_s):  # httpx's own limits begin anew with every part
-                status, body = await self._post(verb, wire.encode(request))
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
-            refused = isinstance(error, httpx.ConnectError)
+            async with asyncio.timeout(timeout_s):
+                status, body = await self._client.post(f"{PREFIX}/{verb}", wire.encode(request), MAX_REPLY)
+        except (*BROKEN, TooLong, TimeoutError) as error:
+            refused = isinstance(error, ConnectionRefusedError)
             raise Unreachable(f"{type(error).__name__}: {error}", refused) from error
         if status == 200:
             return self._reply(answered, body)
@@ -103,16 +88,6 @@ class HttpParticipant:
         failures = http.failures_of(document, fallback="replica_lost")
         raise Refusal(tuple(failure.at(replica=self._replica) for failure in failures))
 
-    async def _post(self, verb: str, content: bytes) -> tuple[int, bytes]:
-        parts, size = [], 0
-        async with self._client.stream("POST", f"{PREFIX}/{verb}", content=content) as response:
-            async for part in response.aiter_raw():
-                parts.append(part)
-                size += len(part)
-                if size > MAX_REPLY:
-                    raise Unreachable(f"the answer to {verb} is longer than {MAX_REPLY} bytes")
-            return response.status_code, b"".join(parts)
-
     def _reply(self, kind: type, body: bytes) -> Any:
         try:
             return wire.decode(kind, body)
@@ -120,7 +95,7 @@ class HttpParticipant:
             raise Unreachable(str(error)) from error
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
 
 def _document(body: bytes) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ import secrets
 from collections import deque
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 
@@ -241,6 +242,7 @@ class Fleet:
 
     def make(self, replica: str, url: str) -> Participant:
         """A `ParticipantFactory`."""
+        urlsplit(url).port  # noqa: B018  (raises ValueError for what is no port)
         front = self._fronts.get(url.rstrip("/"))
         return front if front is not None else _Nobody(url)
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 def listen() -> socket.socket:
-    listener = socket.socket()
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     listener.listen()
     return listener

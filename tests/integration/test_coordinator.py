@@ -617,7 +617,15 @@ def test_joins_that_are_refused(tmp_path: Path) -> None:
         assert (nobody.status_code, code(nobody)) == (503, "unreachable")
         wrong = await service.post("/v1/fleet/replicas", {"replica": "two", "url": front.url})
         assert (wrong.status_code, code(wrong)) == (400, "bad_request")
-        for url in ("ftp://x", "http://x/path", "http://a b", "http://u@h", "file:///etc/passwd"):
+        for url in (
+            "ftp://x",
+            "http://x/path",
+            "http://a b",
+            "http://u@h",
+            "file:///etc/passwd",
+            "http://x:99999",
+            "http://x:y",
+        ):
             assert (await service.post("/v1/fleet/replicas", {"replica": "two", "url": url})).status_code == 400
         second = service.fleet.add("one", url="http://elsewhere.test")
         taken = await service.post("/v1/fleet/replicas", {"replica": "one", "url": second.url})
