@@ -133,22 +133,35 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def reference_tokens(directory: str | Path, prompt: Sequence[int], count: int) -> Reference:
-    """`count` greedy tokens by transformers' plain `generate` on one process, the models cached per path and size."""
+    """`count` greedy tokens by transformers' plain `generate`, in this process and on one thread.
+
+    Models and answers are cached per path and modification time.
+    """
     path = Path(directory).resolve()
     stamp = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(path.glob("*.safetensors")))
-    model = _load(str(path), stamp)
-    ids = torch.tensor([list(prompt)])
-    with torch.inference_mode():
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
+    return _generate(str(path), stamp, tuple(prompt), count)
+
+
+@lru_cache(maxsize=1024)
+def _generate(path: str, stamp: tuple[tuple[str, int], ...], prompt: tuple[int, ...], count: int) -> Reference:
+    model = _load(path, stamp)
+    ids = torch.tensor([prompt])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # models this small only lose by more, and beside busy engines they lose a lot
+    try:
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+    finally:
+        torch.set_num_threads(threads)
     tops = [step[0].float().topk(2).values for step in out.logits]
     return Reference(tuple(out.sequences[0, len(prompt) :].tolist()), tuple(float(top[0] - top[1]) for top in tops))
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter, PausePoint, TokenEvent
 from engine_adapter.placement.declared import declare, targets_of
+from engine_adapter.placement.dtensor import from_dtensors
 from engine_adapter.placement.rows import Placement
 from engine_adapter.transformers.batching import SCHEDULER, Hooks, Manager
 from engine_adapter.transformers.families import rules_of
 from engine_adapter.transformers.loading import Options, load_model
-from engine_adapter.transformers.parameters import collect
+from engine_adapter.transformers.parameters import collect, held
 from updater.core.errors import Failure, LiveweightsError, refuse
 from updater.core.policy import CachePolicy, Capabilities, InFlight
 from updater.manifest import TensorSpec
@@ -54,6 +55,7 @@ class TransformersEngine:
         self._options = options
         self._model = model
         self._parameters = collect(model)
+        self._tensors = {name: tensor for name, tensor in held(model).items() if name in self._parameters}
         self._rules = rules_of(model.config.get_text_config())
         self._manager: Manager | None = None
         self._emit: Callable[[TokenEvent], None] = lambda _event: None
@@ -80,6 +82,14 @@ class TransformersEngine:
         return ()
 
     def placement(self, specs: Mapping[str, TensorSpec]) -> Placement:
+        """At size 1 by the declared rules; else by the DTensors, the rules saying only names."""
+        if self.size == 1:
+            return self.declared(specs)
+        aliases = {name: parameter.aliases for name, parameter in self._parameters.items()}
+        return from_dtensors(specs, self._tensors, self._rules, self.rank, self.size, aliases)
+
+    def declared(self, specs: Mapping[str, TensorSpec]) -> Placement:
+        """What the declared rules say at any size: the independent second opinion that a test compares."""
         return declare(specs, targets_of(self._parameters), self._rules, self.rank, self.size)
 
     # serving

@@ -24,9 +24,10 @@ class Options:
     """`EngineSpec.options` of this engine, checked.
 
     `num_blocks` pages of `page_size` tokens of keys and values; `max_batch_tokens` per forward; `threads` of torch, 0
-    leaves it alone; `sampling` allows temperature > 0 (then greedy means a temperature of almost zero);
-    `group_timeout_s` bounds every collective between ranks, a pause included; `pause_grace_s` is how long a rank that
-    another one stopped waits to be told to pause itself.
+    means this rank's share of half the cores (busy threads of too many ranks only wait for each other); `sampling`
+    allows temperature > 0 (then greedy means a temperature of almost zero); `group_timeout_s` bounds every collective
+    between ranks, a pause included; `pause_grace_s` is how long a rank that another one stopped waits to be told to
+    pause itself; `start_s` bounds meeting the other ranks and the first step.
     """
 
     num_blocks: int = 256
@@ -62,8 +63,7 @@ def load_model(spec: EngineSpec, options: Options) -> Any:
     """
     library: Any = import_module("transformers")
     library.utils.logging.disable_progress_bar()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // (2 * spec.size)))
     distributed = None
     if spec.size > 1:
         _join_group(spec, options)

@@ -27,7 +27,7 @@ def collect(model: nn.Module) -> dict[str, Parameter]:
     }
 
 
-def sharded(model: nn.Module) -> dict[str, torch.Tensor]:
+def held(model: nn.Module) -> dict[str, torch.Tensor]:
     """Name -> the tensor as the module holds it (a DTensor where it is sharded), for placements."""
     return {name: tensor for name, tensor, _ in _fed(model)}
 

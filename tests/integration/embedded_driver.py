@@ -30,7 +30,7 @@ from updater.core.errors import Failure
 from updater.core.policy import CachePolicy, InstallMode
 
 FACTORY = "engine_adapter.transformers.engine:build"
-HANG_S = 60.0  # a guard, never an expectation
+HANG_S = 120.0  # a guard, never an expectation
 
 
 @dataclass(slots=True)

@@ -91,7 +91,7 @@ def test_without_the_reset_the_same_prompt_gives_stale_tokens(replica: Replica, 
 
 
 def test_ranks_stop_at_one_step_and_nothing_moves_while_paused(replica: Replica, models: tuple[Path, ...]) -> None:
-    ids = [replica.submit(prompt, 200) for prompt in PROMPTS]
+    ids = [replica.submit(prompt, 100) for prompt in PROMPTS]
     replica.wait(ids[0], tokens=3)
     serial = replica.next_serial()
     points = {(reply.step, reply.running) for reply in replica.pause(serial)}
@@ -105,7 +105,7 @@ def test_ranks_stop_at_one_step_and_nothing_moves_while_paused(replica: Replica,
     assert len(points) == 1
     replica.resume(serial)
     for request_id, prompt in zip(ids, PROMPTS, strict=True):
-        assert replica.wait(request_id).tokens == reference(models[0], prompt, 200)
+        assert replica.wait(request_id).tokens == reference(models[0], prompt, 100)
     assert replica.wait(late).tokens == reference(models[0], PROMPTS[0])
 
 
@@ -137,15 +137,15 @@ def test_recompute_continues_on_the_new_weights_from_clean_keys_and_values(
 def test_aborted_requests_end_with_what_they_have(
     replica: Replica, models: tuple[Path, ...], cache: CachePolicy
 ) -> None:
-    ids = [replica.submit(prompt, 400) for prompt in PROMPTS]
+    ids = [replica.submit(prompt, 150) for prompt in PROMPTS]
     replica.wait(ids[0], tokens=4)
     for request_id in ids:
         replica.cancel(request_id)
     for request_id, prompt in zip(ids, PROMPTS, strict=True):
         reply = replica.wait(request_id)
         assert reply.reason == "abort"
-        assert len(reply.tokens) < 400
-        assert reply.tokens == reference(models[0], prompt, 400)[: len(reply.tokens)]
+        assert len(reply.tokens) < 150
+        assert reply.tokens == reference(models[0], prompt, 150)[: len(reply.tokens)]
     tiers = replica.update(models[1], "0-2", cache=cache)
     assert tiers == ({"kv_blocks": True} if cache is CachePolicy.RESET else {})
     after = replica.generate(PROMPTS[0], COUNT)
