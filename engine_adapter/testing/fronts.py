@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from engine_adapter.launch import ENGINES, STANDALONE, FrontSettings, Replica
 from engine_adapter.rank_messages import RankDigests
 from engine_adapter.testing.checkpoint import make_toy_checkpoint
-from engine_adapter.testing.reference import reference_generate
+from engine_adapter.testing.reference import Reference
 from updater import http, wire
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import (
@@ -207,6 +208,7 @@ class Stage:
     paths: tuple[Path, Path]
     serials: Iterator[int] = field(default_factory=lambda: itertools.count(10))
     live: int = 0  # index into paths
+    references: dict[int, Reference] = field(default_factory=dict)
 
     def play(self, scene: Callable[[HandCoordinator], Awaitable[None]], deadline_s: float = 120.0) -> None:
         """Run the scene on the replica's own event loop."""
@@ -224,7 +226,9 @@ class Stage:
 
     def expected(self, index: int, prompt: Sequence[int] = PROMPT, tokens: int = 8) -> list[int]:
         """What the checkpoint answers, by a forward pass written apart from the engine."""
-        return list(reference_generate(self.paths[index], prompt, tokens))
+        if index not in self.references:
+            self.references[index] = Reference.load(self.paths[index])
+        return list(self.references[index].generate(prompt, tokens))
 
     def installed(self) -> None:
         self.live = 1 - self.live
@@ -239,6 +243,7 @@ def toy_stage(
     folder: Path, options: Mapping[str, str | int | float | bool] | None = None, tp: int = 1, **changes: Any
 ) -> Iterator[Stage]:
     """A running stage over checkpoints in `folder`; nothing is left of it at the end."""
+    torch.set_num_threads(1)  # the ranks need the cores; threads that wait for each other cost this process seconds
     paths = (make_toy_checkpoint(folder / "a", seed=7), make_toy_checkpoint(folder / "b", seed=8))
     settings = toy_settings(paths[0], tp, options=dict(options or {}), **changes)
     with asyncio.Runner() as runner:
