@@ -174,8 +174,6 @@ def _range_faults(tensors: list[StoredTensor], base: int, size: int, file: str, 
         yield Failure("file_truncated", text, tensor=ends.spec.name, file=file)
     end, owner = base, ""
     for tensor in sorted(tensors, key=lambda one: (one.start, one.stop)):
-        if tensor.start == tensor.stop:
-            continue
         if tensor.start < end:
             text = f"{owner} and {tensor.spec.name} share bytes {tensor.start} to {min(end, tensor.stop)}"
             for name in (owner, tensor.spec.name):

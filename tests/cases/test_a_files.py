@@ -144,6 +144,20 @@ def test_B006_a_tensor_inside_another(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+@pytest.mark.parametrize("at", [0, 4, 16, 17])
+def test_B006_an_empty_tensor_lies_between_others_or_nowhere(tmp_path: Path, at: int) -> None:
+    made = (
+        HandMadeFile().tensor("t", torch.ones(4)).entry("e", {"dtype": "F32", "shape": [0], "data_offsets": [at, at]})
+    )
+    made.write(tmp_path / "model.safetensors")
+    if at in (0, 16):
+        with opened(tmp_path) as source:
+            assert sorted(source.specs) == ["e", "t"]
+    else:
+        with refused("file_range" if at < 16 else "file_truncated", "file_range", tensors=["e"]):
+            opened(tmp_path)
+
+
 def test_B007_a_hole_between_tensors(tmp_path: Path) -> None:
     parts = everything(shards())
     made = HandMadeFile()
@@ -319,6 +333,11 @@ def test_B017_a_hub_snapshot_links_into_its_blobs(tmp_path: Path) -> None:
 def test_B017_a_path_that_is_none(tmp_path: Path, path: str) -> None:
     with refused("source_outside_roots"):
         DiskSource.open(path, (str(tmp_path),))
+
+
+def test_B017_a_sibling_whose_name_begins_like_a_root(v8: Path) -> None:
+    with refused("source_outside_roots"):
+        DiskSource.open(str(v8), (str(v8.parent / "v"), str(v8.parent / "v8x")))
 
 
 def test_B017_no_roots_allow_nothing(v8: Path) -> None:
@@ -513,7 +532,12 @@ def test_B029_metadata_of_another_shape(tmp_path: Path, metadata: object) -> Non
 
 @pytest.mark.parametrize(
     "header",
-    [b'{"t":' + b"[" * 200_000 + b"]" * 200_000 + b"}", b'{"t":NaN}', b'{"t":"\xff"}', b'{"t":' + b"9" * 5000 + b"}"],
+    [
+        b'{"t":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+        b'{"t":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}',
+        b'{"t":"\xff"}',
+        b'{"t":' + b"9" * 5000 + b"}",
+    ],
 )
 def test_B029_text_that_breaks_parsers(tmp_path: Path, header: bytes) -> None:
     HandMadeFile(header=header).write(tmp_path / "model.safetensors")
