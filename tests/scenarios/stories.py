@@ -10,9 +10,9 @@ from collections.abc import Callable
 from updater.core import events
 from updater.core.effects import Accepted, Denied, Outcome, Result
 from updater.core.errors import Failure
-from updater.core.participant import FrontState, Kind
+from updater.core.participant import Fence, FrontState, JoinRequest, Kind
 from updater.core.policy import CachePolicy, CommitMode, OnBusy, Policy
-from updater.core.replica_state import LeaseTimer
+from updater.core.replica_state import Asked, LeaseTimer
 from updater.core.state import Phase, Standing
 from updater.core.version import START, Version
 from updater.testing import Machines, Simulation, Source
@@ -434,6 +434,74 @@ def a_late_join_for_a_dead_process(sim: Simulation) -> None:
     sim.settle()
     assert serving(sim) == {"a": "0-0", "b": ""}
     rest(sim)
+
+
+@story
+def an_old_discard_does_not_touch_a_newer_update(sim: Simulation) -> None:
+    """A message of the update before arrives once more while the next one is staged."""
+    fleet(sim)
+    sim.begin("u0", 0)
+    sim.run(until=Phase.VERIFYING)
+    sim.ask(events.AbortRequested("u0"))
+    late = sim.on_wire("discard", "b")[0]
+    sim.settle()
+    sim.begin("u1", 1)
+    sim.run(until=Phase.VERIFYING)
+    sim.wire.insert(0, late)
+    sim.settle()
+    ended(sim, Outcome.COMMITTED)
+    assert serving(sim) == {"a": "0-1", "b": "0-1"}
+    rest(sim)
+
+
+@story
+def everything_arrives_twice(sim: Simulation) -> None:
+    """I7: a repeated verb joins the running one or gets the first answer again."""
+    fleet(sim)
+    for update, step in (("u0", 0), ("u1", 1)):
+        sim.begin(update, step)
+        while sim.actions():
+            packet = next((packet for packet in sim.wire), None)
+            if packet is not None:
+                sim.do_repeat(packet.number)
+                sim.check()
+            sim.perform(sim.actions()[0])
+        ended(sim, Outcome.COMMITTED)
+    assert serving(sim) == {"a": "0-1", "b": "0-1"}
+    assert all(len(rank.installs) == 2 for process in sim.replicas.values() for rank in process.ranks)
+    rest(sim)
+
+
+@story
+def a_joiner_that_never_paused_stays_shut(sim: Simulation) -> None:
+    """It holds other bytes than the fleet: told to reopen on the old version, it goes on joining."""
+    fleet(sim, "a")
+    sim.start_replica("b", base="other")
+    sim.join("b")
+    sim.do_fault("a", "pause", "rank_steps_differ")
+    sim.begin("u", 0)
+    sim.run(hold=lambda packet: packet.to == "b" and packet.payload.verb == "pause")
+    sim.wire = [packet for packet in sim.wire if packet.payload.verb != "pause"]
+    sim.settle()
+    ended(sim, Outcome.ABORTED, "rank_steps_differ")
+    assert serving(sim) == {"a": "start", "b": ""}
+    assert standing(sim, "b") is Standing.JOINING
+    sim.begin("v1", 1)
+    sim.settle()
+    assert serving(sim) == {"a": "0-1", "b": "0-1"}
+    rest(sim)
+
+
+@story
+def a_join_for_other_bytes(sim: Simulation) -> None:
+    """The front compares too: it opens on nothing but what it holds."""
+    fleet(sim, "a")
+    process = sim.start_replica("b", base="other")
+    fence = Fence("fleet", 1, 99, 0, process.incarnation)
+    process.handle(Asked("join", JoinRequest(fence, "start", "base")), sim.now)
+    sim.work("b")
+    assert serving(sim) == {"a": "start", "b": ""}
+    assert process.state.state is FrontState.JOINING
 
 
 @story

@@ -1,0 +1,324 @@
+"""Broken machines, as data: each is one small change of the source that a promise or a story must notice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+
+import updater.core
+from updater.testing import Machines
+
+#: In the order of their imports. The others (values, events, effects) are shared with the test.
+MODULES = (
+    "table",
+    "votes",
+    "requests",
+    "flow",
+    "begin",
+    "members",
+    "fleet",
+    "recovery",
+    "replica_actions",
+    "replica_table",
+    "replica",
+)
+SOURCES = Path(updater.core.__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """`before` stands exactly once in the module's source."""
+
+    module: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    name: str
+    changes: tuple[Change, ...]
+
+
+def one(name: str, module: str, before: str, after: str) -> Mutant:
+    return Mutant(name, (Change(module, before, after),))
+
+
+MUTANTS = (
+    one(
+        "published without one invalidate acknowledgement",
+        "flow",
+        "    if update.waiting or update.recording:",
+        "    if len(update.waiting) > (state.phase is Phase.INVALIDATING) or update.recording:",
+    ),
+    one(
+        "decided without one pause acknowledgement",
+        "flow",
+        "    if update.waiting or update.recording:",
+        "    if len(update.waiting) > (state.phase is Phase.PAUSING) or update.recording:",
+    ),
+    one(
+        "ready without one vote",
+        "flow",
+        "    if update.waiting or update.recording:",
+        "    if len(update.waiting) > (state.phase is Phase.VERIFYING) or update.recording:",
+    ),
+    one("resumed before published", "table", "done=Phase.PUBLISHING,", "done=Phase.RESUMING,"),
+    one("installed without a decision", "table", "done=Phase.DECIDING,", "done=Phase.INSTALLING,"),
+    Mutant(
+        "decided after the install",
+        (
+            Change("table", "done=Phase.DECIDING,", "done=Phase.INSTALLING,"),
+            Change("table", "done=Phase.INVALIDATING,", "done=Phase.DECIDING,"),
+            Change("table", "done=Phase.INSTALLING)", "done=Phase.INVALIDATING)"),
+        ),
+    ),
+    Mutant(
+        "no cache is invalidated",
+        (
+            Change("table", "done=Phase.INVALIDATING,", "done=Phase.PUBLISHING,"),
+            Change(
+                "replica_table",
+                'Row((S.INVALIDATED,), "resume", actions.resume_new',
+                'Row((S.INSTALLED, S.INVALIDATED), "resume", actions.resume_new',
+            ),
+            Change(
+                "replica_table",
+                'Row((S.INVALIDATED,), "resume done"',
+                'Row((S.INSTALLED, S.INVALIDATED), "resume done"',
+            ),
+        ),
+    ),
+    one("a stale version is accepted", "begin", "if version <= state.highest:", "if version == state.live:"),
+    one(
+        "a rollback frees its version",
+        "flow",
+        "return replace(state, live=new, before=old)",
+        "return replace(state, live=new, before=old, highest=new.label.version)",
+    ),
+    one("lost members do not block", "begin", "        if not member.shut\n", "        if False\n"),
+    one(
+        "lost members count as shut",
+        "flow",
+        "    return replace(member, standing=Standing.LOST, owed=owed)",
+        "    return replace(member, standing=Standing.LOST, owed=owed, shut=True)",
+    ),
+    one(
+        "the vote is not compared",
+        "votes",
+        'return _unequal(observed, "copies_differ", "the members hold different bytes") or',
+        "return",
+    ),
+    Mutant(
+        "a catch-up takes what it finds",
+        (
+            Change("replica_actions", "if plan.digest and reply.observed != plan.digest:", "if False:"),
+            Change("votes", "if value != update.digest", "if False"),
+            Change("votes", "if reply.staged_digest != update.digest:", "if False:"),
+        ),
+    ),
+    one(
+        "the pause does not re-assert",
+        "votes",
+        "    if phase is not Phase.PAUSING or not isinstance(reply, PauseReply):",
+        "    if phase is not Phase.PAUSING or isinstance(reply, PauseReply):",
+    ),
+    one("any failed pause is tried again", "flow", "failure.code in TIME_CODES for", "failure.code for"),
+    one(
+        "the restore skips a member",
+        "flow",
+        "for member in present(state) if not (row.tolerant and",
+        "for member in present(state)[state.phase is Phase.RESTORING :] if not (row.tolerant and",
+    ),
+    one(
+        "the install is not taken back",
+        "table",
+        "trouble=Phase.RESTORING,\n        timer=Phase.INSTALLING",
+        "trouble=Phase.REOPENING,\n        timer=Phase.INSTALLING",
+    ),
+    one(
+        "a client aborts after the decision",
+        "table",
+        "trouble=Phase.RESTORING,\n        timer=Phase.INVALIDATING",
+        "trouble=Phase.RESTORING,\n        undo=Phase.RESTORING,\n        timer=Phase.INVALIDATING",
+    ),
+    one(
+        "late answers count",
+        "fleet",
+        "return event.verb == TABLE[state.phase].verb and event.fence == wanted",
+        "return wanted is not None",
+    ),
+    one(
+        "the loss of an old incarnation counts",
+        "fleet",
+        "    if member is None or member.incarnation != event.incarnation:\n        return state, ()\n",
+        "    if member is None:\n        return state, ()\n",
+    ),
+    one(
+        "joiners are admitted at any time",
+        "begin",
+        "    if state.phase is Phase.IDLE and not state.starting:\n        state, more = _admissions",
+        "    if not state.starting:\n        state, more = _admissions",
+    ),
+    one(
+        "a second live process takes the id",
+        "members",
+        "known.standing is not Standing.LOST and not event.old_gone",
+        "known.standing is Standing.OK and event.old_gone",
+    ),
+    one(
+        "the journal fails and it goes on",
+        "fleet",
+        "return replace(state, phase=Phase.STOPPED), (Stop(event.failure),)",
+        "return state, ()",
+    ),
+    one(
+        "no deadline for the restore",
+        "table",
+        "timer=Phase.RESTORING,\n        seconds=_install,",
+        "timer=Phase.RESTORING,",
+    ),
+    # recovery
+    one("recovery keeps the epoch", "recovery", "epoch=1 + max(", "epoch=max("),
+    one(
+        "recovery reuses serials",
+        "recovery",
+        "serial=max([journal.serial, *(r.serial for r in journal.records), *(r.serial for r in answered)]),",
+        "serial=0,",
+    ),
+    one(
+        "recovery goes forward on one report",
+        "recovery",
+        "    if all(report is not None and _has_installed(last, report) for report in same):",
+        "    if any(report is not None and _has_installed(last, report) for report in same):",
+    ),
+    one(
+        "recovery takes back what is published",
+        "recovery",
+        "        if last.kind is RecordKind.PUBLISHED:\n            return _resume(state, update, Phase.RESUMING)\n",
+        "",
+    ),
+    one(
+        "recovery forgets silent members",
+        "recovery",
+        "    state, sends = _owed_by_silent(state, last, reports)\n",
+        "    sends: tuple[Effect, ...] = ()\n",
+    ),
+    one(
+        "an empty journal is trusted",
+        "recovery",
+        "    if not adopt or len(labels) != 1 or unclear:",
+        "    if len(labels) != 1 or unclear:",
+    ),
+    # the front
+    one("the incarnation is ignored", "replica", "if fence.incarnation != state.incarnation:", "if False:"),
+    one("old messages are obeyed", "replica", "if fence.order() < state.mark:", "if False:"),
+    one(
+        "tombstones are ignored",
+        "replica",
+        "if event.verb in actions.FORWARD and state.tombstoned(event.fence):",
+        "if False:",
+    ),
+    one(
+        "leases are only checked by their timer",
+        "replica",
+        "    expired, effects = _end_lease(state, now)\n",
+        "    expired, effects = _end_lease(state, now) if isinstance(event, LeaseTimer) else (state, ())\n",
+    ),
+    Mutant(
+        "the lease runs on while ranks install",
+        (
+            Change(
+                "replica_actions",
+                "state=FrontState.INSTALLING, lease_end=None, old=state.live)",
+                "state=FrontState.INSTALLING, old=state.live)",
+            ),
+            Change(
+                "replica_table",
+                'Row(SHUT_UNINSTALLED, "lease ends"',
+                'Row((*SHUT_UNINSTALLED, S.INSTALLING), "lease ends"',
+            ),
+        ),
+    ),
+    one(
+        "an install is not compared and set",
+        "replica_actions",
+        "    return _begin(state, event, ClearLease())",
+        "    return _begin(replace(state, state=FrontState.PAUSED), event, ClearLease())",
+    ),
+    one("a repeated request runs twice", "replica_actions", "    if work is None or (", "    if True or ("),
+    one(
+        "a restore does not wait for ranks to stop",
+        "replica_actions",
+        'if state.postponed is None or state.work("install") or state.work("invalidate"):',
+        "if state.postponed is None:",
+    ),
+    one(
+        "a restore leaves the label",
+        "replica_actions",
+        "        live=state.old or state.live,\n",
+        "        live=state.live,\n",
+    ),
+    one(
+        "a lease that ends leaves the admission shut",
+        "replica_actions",
+        "    return _reopen(_bury(state, fence), fence, ())",
+        "    return replace(_bury(state, fence), lease_end=None), (ClearLease(),)",
+    ),
+    one(
+        "a joiner opens without being asked",
+        "replica_actions",
+        "    return _bury(state, event.fence), _ack(event)\n\n\n# --- the way back",
+        "    opened = replace(_bury(state, event.fence), state=FrontState.OPEN)\n"
+        "    return opened, (OpenAdmission(state.live.version, state.live.digest), *_ack(event))\n\n\n# ---",
+    ),
+    one(
+        "a join is not compared", "replica_actions", "    if state.live.digest != request.digest:\n", "    if False:\n"
+    ),
+    one(
+        "discarding keeps the staging",
+        "replica_actions",
+        "    if state.plan is None and state.spare.state in (SpareState.EMPTY, SpareState.PREVIOUS):\n",
+        "    if True:\n",
+    ),
+)
+
+
+@contextmanager
+def machines(mutant: Mutant | None) -> Iterator[Machines]:
+    """Fresh copies of the machine modules with the mutant's changes; None: unchanged copies."""
+    names = [f"updater.core.{module}" for module in MODULES]
+    saved = {name: sys.modules[name] for name in names}
+    try:
+        loaded = {module: _load(module, mutant) for module in MODULES}
+    finally:
+        for name, module in saved.items():
+            sys.modules[name] = module
+            setattr(updater.core, name.rpartition(".")[2], module)
+    yield Machines(loaded["fleet"], loaded["replica"], loaded["recovery"])
+
+
+def _load(module: str, mutant: Mutant | None) -> ModuleType:
+    path = SOURCES / f"{module}.py"
+    source = path.read_text()
+    for change in mutant.changes if mutant else ():
+        if change.module == module:
+            if source.count(change.before) != 1:
+                raise LookupError(
+                    f"{mutant and mutant.name}: found {source.count(change.before)} times: {change.before}"
+                )
+            source = source.replace(change.before, change.after)
+    name = f"updater.core.{module}"
+    spec = util.spec_from_file_location(name, path)
+    if spec is None:
+        raise LookupError(name)
+    fresh = util.module_from_spec(spec)
+    sys.modules[name] = fresh
+    setattr(updater.core, module, fresh)
+    exec(compile(source, str(path), "exec"), fresh.__dict__)
+    return fresh
