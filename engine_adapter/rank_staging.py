@@ -54,7 +54,7 @@ class StagingHalf:
         """Opens the source and proves the placement; the spare and its state stay as they are."""
         state = self._state
         with state.staging:
-            if state.plan is not None and state.plan.request == request:
+            if state.plan is not None and state.plan.request == request and not state.plan.closed:
                 return state.plan.reply
             state.drop_plan()
             cancelled = threading.Event()

@@ -245,6 +245,20 @@ def test_the_numbers_of_an_older_coordinator_do_not_answer_for_a_new_update() ->
     assert rank.holds(5.0)
 
 
+def test_a_plan_whose_source_was_let_go_is_made_again() -> None:
+    rank = Rank()
+    rank.stage()
+    rank.pause()
+    rank.install()
+    rank.restore()
+    rank.resume()
+    rank.tensors = weights(4.0)  # the same path holds other bytes now
+    rank.stage()
+    rank.pause()
+    rank.install()
+    assert (rank.holds(4.0), len(rank.opened)) == (True, 2)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_restore_takes_back_once(mode: InstallMode) -> None:
     rank = Rank()
