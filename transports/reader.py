@@ -118,9 +118,14 @@ class _Work:
         threads = [threading.Thread(target=self._worker, daemon=True) for _ in range(self._options.workers - 1)]
         for thread in threads:
             thread.start()
-        self._worker()
-        for thread in threads:
-            thread.join()
+        try:
+            self._worker()
+        except BaseException as error:  # an interrupt: the others must not go on writing to the targets
+            self._fail(error)
+            raise
+        finally:
+            for thread in threads:
+                thread.join()
         if self._error is not None:
             raise self._error
 

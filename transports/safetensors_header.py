@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -98,8 +99,8 @@ def _entries(raw: bytes, file: str) -> dict[str, Any]:
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(items)
         if len(made) != len(items):
-            seen: set[str] = set()
-            repeated.extend(key for key, _ in items if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            counts = Counter(key for key, _ in items)
+            repeated.extend(key for key, count in counts.items() if count > 1)
         return made
 
     try:
