@@ -151,6 +151,8 @@ class Replica:
         self.settings = wanted
         self.incarnation = secrets.token_hex(8)
         self._socket = socket.create_server((wanted.host, wanted.port))
+        # What it accepts inherits this; asyncio sets it only where the protocol number was given.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port: int = self._socket.getsockname()[1]
         self.name = wanted.replica or f"{wanted.host}-{self.port}"
         model = str(wanted.model.resolve())

@@ -1,0 +1,117 @@
+"""`liveweights engine` beside a real coordinator: joins, serves what is published, catches up, leaves no trace."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from engine_adapter.testing import Reference, make_toy_checkpoint
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+START_S, STOP_S = 120.0, 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def program(log: Path, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+    """`liveweights <arguments>`; killed at the end if the test did not stop it."""
+    with log.open("ab") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "updater.cli", *map(str, arguments)], stdout=stream, stderr=stream
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + START_S
+    with httpx.Client(base_url=url, trust_env=False, timeout=5.0) as client:
+        while time.monotonic() < end:
+            assert process.poll() is None, log.read_text()
+            try:
+                if client.get("/readyz").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass  # nobody listens yet
+            time.sleep(0.1)  # between two questions; the deadline is START_S
+    raise AssertionError(log.read_text())
+
+
+def complete(url: str) -> dict[str, Any]:
+    body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
+    answer: dict[str, Any] = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0, trust_env=False).json()
+    return answer
+
+
+def ended(process: subprocess.Popen[bytes], how: signal.Signals, ranks: list[psutil.Process]) -> int:
+    process.send_signal(how)
+    status = process.wait(STOP_S)
+    _, alive = psutil.wait_procs(ranks, timeout=STOP_S)
+    assert alive == []
+    return status
+
+
+def test_a_replica_joins_serves_catches_up_and_leaves(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    roots = tmp_path / "checkpoints"
+    old, new = make_toy_checkpoint(roots / "old", seed=7), make_toy_checkpoint(roots / "new", seed=8)
+    expected = {name: list(Reference.load(path).generate(PROMPT, 8)) for name, path in (("old", old), ("new", new))}
+    hub, engine = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
+    log = tmp_path / "log"
+    serve = ("serve", "--port", hub.rsplit(":", 1)[1], "--state", tmp_path / "state", "--root", roots)
+    start = ("engine", "--engine", "toy", "--model", old, "--tp", 2, "--port", engine.rsplit(":", 1)[1])
+    start = (*start, "--coordinator", hub, "--root", roots, "--replica", "r0")
+
+    with program(log, *serve) as coordinator, httpx.Client(base_url=hub, timeout=90.0, trust_env=False) as client:
+        with program(log, *start) as replica:
+            until_ready(engine, replica, log)
+            ranks = psutil.Process(replica.pid).children()
+            assert len(ranks) == 2
+            answer = complete(engine)
+            assert (answer["choices"][0]["token_ids"], answer["liveweights"]["version"]) == (expected["old"], "start")
+            receipt = client.post("/v1/updates", params={"wait": "true"}, json={"path": str(new), "version": 1})
+            assert receipt.status_code == 200, receipt.text
+            answer = complete(engine)
+            assert (answer["choices"][0]["token_ids"], answer["liveweights"]["version"]) == (expected["new"], "0-1")
+            assert ended(replica, signal.SIGTERM, ranks) == 0
+            assert client.get("/v1/fleet").json()["members"] == []
+        with program(log, *start) as replica:
+            # It starts on the old checkpoint and may serve only once it has caught up.
+            until_ready(engine, replica, log)
+            answer = complete(engine)
+            assert (answer["choices"][0]["token_ids"], answer["liveweights"]["version"]) == (expected["new"], "0-1")
+            ranks = psutil.Process(replica.pid).children()
+            assert ended(replica, signal.SIGKILL, ranks) == -signal.SIGKILL
+        assert ended(coordinator, signal.SIGTERM, []) == 0
+
+
+def test_an_engine_that_cannot_start_exits_non_zero_and_leaves_nothing(tmp_path: Path) -> None:
+    model = make_toy_checkpoint(tmp_path / "model")
+    log = tmp_path / "log"
+    options = ("--engine", "toy", "--model", model, "--port", free_port(), "--option", "no_such_option=1")
+    with program(log, "engine", *options) as replica:
+        assert replica.wait(START_S) == 1
