@@ -228,22 +228,35 @@ def test_declared_rules_and_dtensors_agree_on_two_ranks(tmp_path: Path) -> None:
 
 def placements(models: list[Path]) -> list[dict[str, Any]]:
     """Per rank: model name -> what `embedded_placements` prints."""
-    script = str(Path(__file__).with_name("embedded_placements.py"))
+    return [json.loads(lines[-1]) for lines in two_ranks("embedded_placements.py", "2", *map(str, models))]
+
+
+def two_ranks(script: str, *arguments: str) -> list[list[str]]:
+    """Lines that each of two rank processes printed."""
+    path = str(Path(__file__).with_name(script))
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), "2", *map(str, models)],
+            [sys.executable, path, str(rank), *arguments],
             stdout=subprocess.PIPE,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
+            text=True,
         )
         for rank in range(2)
     ]
     try:
-        return [json.loads(rank.communicate(timeout=2 * HANG_S)[0].splitlines()[-1]) for rank in ranks]
+        return [rank.communicate(timeout=2 * HANG_S)[0].splitlines() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+def test_a_forward_that_raises_on_one_rank_ends_both_loops(tmp_path: Path) -> None:
+    """Rank 0 is then inside a collective of the forward pass: it must not wait there for a timeout."""
+    first, second = two_ranks("embedded_crash.py", str(make_model(tmp_path / "model")))
+    assert first == ["error", "over"]
+    assert second == ["over"]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
