@@ -19,6 +19,7 @@ from transports.base import Cancelled, Read, ReadReport
 from transports.requests import DEFAULT_LIMITS, Bucketed, Direct, Limits, Pattern, Place, Request, check, requests
 from updater.core.errors import Aborted, Failure, LiveweightsError
 
+_Preadv = Callable[[int, list[memoryview], int], int]
 _VECTORS = 512  # buffers of one preadv; the system's limit is 1024
 
 
@@ -193,7 +194,7 @@ def _carry_out(batch: list[Request], bucket: _Bucket) -> None:
         _runs(first.place, first.pattern, first.address, first.step)
     else:
         buffers = [_memory(one.address, one.pattern.run) for one in batch if isinstance(one, Direct)]
-        _fill(first.place, buffers, first.pattern.offset)
+        fill(first.place, buffers, first.pattern.offset)
 
 
 def _through_bucket(request: Bucketed, bucket: _Bucket) -> None:
@@ -211,7 +212,7 @@ def _runs(place: Place, pattern: Pattern, address: int, step: int) -> None:
     if pattern.pitch == run or count == 1:  # one stretch of the file
         for low in range(0, count, _VECTORS):
             buffers = [memory[at * step : at * step + run] for at in range(low, min(low + _VECTORS, count))]
-            _fill(place, buffers, pattern.offset + low * run)
+            fill(place, buffers, pattern.offset + low * run)
         return
     fd, offset, pitch, preadv = place.fd, pattern.offset, pattern.pitch, os.preadv
     for at in range(count):
@@ -222,18 +223,21 @@ def _runs(place: Place, pattern: Pattern, address: int, step: int) -> None:
         except OSError:
             got = 0
         if got != run:
-            _fill(place, [view[got:]], where + got)
+            fill(place, [view[got:]], where + got)
 
 
-def _fill(place: Place, buffers: list[memoryview], offset: int) -> None:
-    """Read until every buffer is full. Raises Aborted where the file ends or fails first."""
+def fill(place: Place, buffers: list[memoryview], offset: int, preadv: _Preadv = os.preadv) -> None:
+    """Read until every buffer is full, however little one call brings. `preadv`: as `os.preadv`.
+
+    Raises Aborted where the file ends or fails first. The list is used up.
+    """
     while buffers:
         try:
-            got = os.preadv(place.fd, buffers, offset)
+            got = preadv(place.fd, buffers, offset)
         except OSError as error:
             raise _failure(place, "read_failed", f"{error.strerror} at byte {offset}") from None
         if got == 0:
-            raise _failure(place, "file_truncated", f"ends at byte {offset}") from None
+            raise _failure(place, "file_truncated", f"ends at byte {offset}")
         offset += got
         while buffers and got >= len(buffers[0]):
             got -= len(buffers.pop(0))

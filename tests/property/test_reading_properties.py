@@ -73,6 +73,8 @@ def test_any_region_into_any_target(tmp_path: Path, data: st.DataObject) -> None
         reads = [Read("b", Box(start, size), target, order), Read("a", Box.whole((5,)), rest)]
         report = source.read(reads)
         assert report.bytes_asked == source.bytes_to_ask(reads)
+        planned = [Read(r.name, r.box, torch.empty_like(r.target, device="meta"), r.permute) for r in reads]
+        assert report.bytes_asked == source.bytes_to_ask(planned)
         assert report.bytes_delivered == region.numel() * stored.itemsize + 5
     assert torch.equal(bits(target), bits(region.to(wanted)))
     assert torch.equal(rest, before)
