@@ -34,6 +34,8 @@ from updater.core.errors import Aborted
 from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode
 from updater.manifest import TensorSpec
 
+_DEADLINE_S = 3600.0  # a bound that only a hang reaches
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -151,8 +153,8 @@ class BareReplica:
             raise Aborted(*lost)
         cuts = make_cuts(tensors, boxes)
         for agent in self.agents:
-            agent.stage(RankStage(serial, 60.0))
-        replies = [agent.verify(RankVerify(serial, cuts, 60.0)) for agent in self.agents]
+            agent.stage(RankStage(serial, _DEADLINE_S))
+        replies = [agent.verify(RankVerify(serial, cuts, _DEADLINE_S)) for agent in self.agents]
         return combine(tensors, plans[0].redundant, cuts, replies)
 
     def stage(self, serial: int, **plan: Any) -> Combined:
@@ -168,7 +170,7 @@ class BareReplica:
 
     def pause(self, serial: int) -> None:
         for agent in self.agents:
-            agent.pause(RankPause(serial, 5.0))
+            agent.pause(RankPause(serial, _DEADLINE_S))
 
     def install(
         self, serial: int, version: str, digest: str, mode: InstallMode = InstallMode.FLIP, attempt: int = 1
@@ -178,7 +180,7 @@ class BareReplica:
 
     def resume(self, serial: int) -> None:
         for agent in self.agents:
-            agent.resume(RankResume(serial, 5.0))
+            agent.resume(RankResume(serial, _DEADLINE_S))
 
     def discard(self, serial: int) -> None:
         for agent in self.agents:
