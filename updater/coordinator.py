@@ -104,7 +104,7 @@ class Coordinator:
         self._journal.close()
 
     def kill(self) -> None:
-        """End at once, as a crash would: for tests of what the next one makes of it."""
+        """End at once, as a crash would: on a second signal. The next one recovers."""
         if self._probing is not None:
             self._probing.cancel()
         self._outbox.drop()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from updater.clock import Clock
 from updater.core import events as ev
-from updater.core.effects import Denied, Finish, Outcome, Result, Started
+from updater.core.effects import Denied, Finish, Started
 from updater.core.errors import CODES, Failure, LiveweightsError, Rejected, Unavailable
 from updater.core.participant import Kind
 from updater.core.policy import CommitMode
@@ -15,7 +17,7 @@ from updater.http import RejectedWith
 from updater.journal import Journal, Request
 from updater.machine import Machine
 from updater.metrics import Metrics
-from updater.recover import Ended, Found
+from updater.recover import Found, result_of
 from updater.requests import Asked, asked_rollback, asked_update
 from updater.schemas import MemberState, Receipt, RollbackRequest, UpdateRequest, UpdateState
 from updater.settings import Settings
@@ -36,13 +38,26 @@ class Desk:
 
     def begin_update(self, request: UpdateRequest) -> Update:
         """A new update, or the one that this request began before (I7)."""
-        self.must_run()
-        roots = self._settings.allowed_roots
-        return self._begin(asked_update(request, self._machine.state, roots, self._uploaded, self._known))
+        with self._counted(Kind.UPDATE):
+            self.must_run()
+            roots = self._settings.allowed_roots
+            return self._begin(asked_update(request, self._machine.state, roots, self._uploaded, self._known))
 
     def begin_rollback(self, request: RollbackRequest) -> Update:
-        self.must_run()
-        return self._begin(asked_rollback(request, self._machine.state.serial))
+        with self._counted(Kind.ROLLBACK):
+            self.must_run()
+            return self._begin(asked_rollback(request, self._machine.state.serial))
+
+    @contextmanager
+    def _counted(self, kind: Kind) -> Iterator[None]:
+        """What is refused at the door shows in the metrics and says what is live."""
+        try:
+            yield
+        except LiveweightsError as error:
+            live = self._machine.state.live
+            error.live_version = error.live_version or (str(live.label.version) if live is not None else None)
+            self._metrics.refused(kind.value, error.code)
+            raise
 
     def _begin(self, asked: Asked) -> Update:
         event = asked.event
@@ -212,7 +227,7 @@ class Desk:
         for ended in found.ended:
             now = self._clock.now()
             update = _past(ended.request, now)
-            receipt = receipt_of(update, _result(ended, found.state), {}, now, self._clock.wall())
+            receipt = receipt_of(update, result_of(ended, found.state), {}, now, self._clock.wall())
             with self._machine.journaled():
                 self._journal.put_receipt(update.id, receipt.model_dump_json())
             self._metrics.ended(receipt)
@@ -273,31 +288,3 @@ def _ended(request: Request, receipt: Receipt) -> Update:
 def _past(request: Request, now: float = 0.0) -> Update:
     kind, created, timeline = Kind(request.kind), request.created, Timeline(now)
     return Update(request.id, request.body_hash, request.body, kind, "", created, timeline, serial=request.serial)
-
-
-def _result(ended: Ended, state: FleetState) -> Result:
-    """How an update ended that a former coordinator did not live to tell. Presumed abort: of what nothing was
-    recorded, nothing happened."""
-    record, committed = ended.record, ended.outcome is Outcome.COMMITTED
-    failure = Failure("coordinator_restarted", "the coordinator was restarted before this update was published")
-    return Result(
-        update=ended.request.id,
-        serial=ended.request.serial,
-        attempts=record.attempt if record is not None else 0,
-        kind=Kind(ended.request.kind),
-        outcome=ended.outcome,
-        reason="" if committed else failure.code,
-        failures=() if committed else (failure,),
-        version=record.version if record is not None else None,
-        digest=record.digest if record is not None else "",
-        manifest_digest=record.manifest_digest if record is not None else "",
-        proof="",
-        bytes_read=0,
-        tensors_changed=0,
-        warnings=("the coordinator was restarted: proof, bytes and times of this update are not known",),
-        aborted_requests=0,
-        requeued_requests=0,
-        members=(),
-        live=state.live.label if state.live is not None else None,
-        rollback_to=state.rollback_to,
-    )

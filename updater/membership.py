@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,8 @@ from updater.participants import Participant, Refusal, Unreachable
 from updater.schemas import MemberState
 from updater.settings import Deadlines
 from updater.updates import failure_body
+
+_log = logging.getLogger("liveweights.coordinator")
 
 
 @dataclass(slots=True, eq=False)
@@ -138,7 +141,10 @@ class Probe:
     async def run(self) -> None:
         while True:
             await self._clock.sleep(self._deadlines.probe_every_s)
-            await self.once()
+            try:
+                await self.once()
+            except Exception as error:  # the fleet boundary: one odd answer must not blind the coordinator for ever
+                _log.error("a probe failed: %s: %s", type(error).__name__, error)
 
     async def once(self) -> None:
         """One round. A member that came back counts again; one that missed too many in a row is lost."""

@@ -38,15 +38,19 @@ class Metrics:
         self._members = Gauge("liveweights_members", "Members by state", ["state"], registry=registry)
 
     def ended(self, receipt: Receipt) -> None:
-        """Count one update that ended, also one that was refused at the door."""
+        """Count one update that ended."""
         self._updates.labels(receipt.kind, receipt.outcome, receipt.reason or "").inc()
         self._bytes.inc(receipt.bytes_read)
         for phase, milliseconds in receipt.phases_ms.items():
             self._phase.labels(phase).observe(milliseconds / 1e3)
-        if receipt.pause is not None:
+        if receipt.pause is not None and receipt.kind != "catch_up":  # a joiner is shut anyway
             self._closed.inc(receipt.pause.closed_ms / 1e3)
             if receipt.outcome == "committed":
                 self._pause.observe(receipt.pause.pause_ms / 1e3)
+
+    def refused(self, kind: str, reason: str) -> None:
+        """Count one that was refused at the door and has no receipt."""
+        self._updates.labels(kind, "rejected", reason).inc()
 
     def render(self, live: Version | None, member_states: Iterable[str]) -> bytes:
         """The text of `/metrics`. A version of START shows as step -1 of run 0."""

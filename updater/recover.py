@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from updater.clock import Clock
 from updater.core import recovery
-from updater.core.effects import Effect, Outcome, Record, RecordKind
+from updater.core.effects import Effect, Outcome, Record, RecordKind, Result
 from updater.core.errors import Failure
-from updater.core.participant import FrontStatus
+from updater.core.participant import FrontStatus, Kind
 from updater.core.state import FleetState
 from updater.journal import Journal, Member, Request
 from updater.membership import Contact, Directory
@@ -109,3 +109,31 @@ class Recovery:
             else:
                 ended.append(Ended(request, Outcome.ABORTED, None))
         return tuple(going_on), tuple(ended)
+
+
+def result_of(ended: Ended, state: FleetState) -> Result:
+    """How an update ended that a former coordinator did not live to tell. Presumed abort: of what nothing was
+    recorded, nothing happened."""
+    record, committed = ended.record, ended.outcome is Outcome.COMMITTED
+    failure = Failure("coordinator_restarted", "the coordinator was restarted before this update was published")
+    return Result(
+        update=ended.request.id,
+        serial=ended.request.serial,
+        attempts=record.attempt if record is not None else 0,
+        kind=Kind(ended.request.kind),
+        outcome=ended.outcome,
+        reason="" if committed else failure.code,
+        failures=() if committed else (failure,),
+        version=record.version if record is not None else None,
+        digest=record.digest if record is not None else "",
+        manifest_digest=record.manifest_digest if record is not None else "",
+        proof="",
+        bytes_read=0,
+        tensors_changed=0,
+        warnings=("the coordinator was restarted: proof, bytes and times of this update are not known",),
+        aborted_requests=0,
+        requeued_requests=0,
+        members=(),
+        live=state.live.label if state.live is not None else None,
+        rollback_to=state.rollback_to,
+    )

@@ -319,5 +319,7 @@ async def _serve(
             await servers[0].serve(sockets=[listener])
         stopped = coordinator.stopped
     finally:
+        if servers[0].force_exit:
+            coordinator.kill()
         await coordinator.close()
     return stopped

@@ -17,7 +17,7 @@ import h11
 CONNECT_S = 5.0
 _CHUNK = 64 << 10
 #: What may go wrong with a socket, or with the words on it.
-BROKEN = (OSError, EOFError, h11.ProtocolError, asyncio.IncompleteReadError)
+BROKEN = (OSError, EOFError, UnicodeError, h11.ProtocolError)
 
 
 class TooLong(Exception):

@@ -603,6 +603,11 @@ def test_history_and_metrics(tmp_path: Path) -> None:
         assert 'liveweights_live_version{run="0"} 7.0' in lines
         assert 'liveweights_members{state="open"} 1.0' in lines
         assert "liveweights_read_bytes_total 2.0" in lines
+        await service.push(3)
+        await service.post("/v1/updates", {"path": "/etc/passwd", "version": 9})
+        lines = (await service.get("/metrics")).text.splitlines()
+        for reason in ("stale_version", "source_outside_roots"):
+            assert f'liveweights_updates_total{{kind="update",outcome="rejected",reason="{reason}"}} 1.0' in lines
 
     run(tmp_path, scenario)
 
