@@ -21,7 +21,11 @@ _POLL_S = 0.05
 
 
 class ProcessFailed(Exception):
-    """A process ended, or did not become ready. The message holds the end of its log."""
+    """A process ended (`returncode`), or did not become ready (None). The message holds the end of its log."""
+
+    def __init__(self, message: str, returncode: int | None = None) -> None:
+        super().__init__(message)
+        self.returncode = returncode
 
 
 def free_port() -> int:
@@ -72,8 +76,9 @@ class Children:
         until = time.monotonic() + deadline_s
         with httpx.Client(base_url=child.url, trust_env=False, timeout=2.0) as http:
             while time.monotonic() < until:
-                if child.process.poll() is not None:
-                    raise ProcessFailed(f"{child.name} ended with {child.process.returncode}\n{child.tail()}")
+                ended = child.process.poll()
+                if ended is not None:
+                    raise ProcessFailed(f"{child.name} ended with {ended}\n{child.tail()}", ended)
                 try:
                     if http.get(path).status_code == 200:
                         return

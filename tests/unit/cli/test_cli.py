@@ -66,6 +66,7 @@ def test_each_consequence_has_its_exit_code(
     assert ran.exit_code == code
     document = json.loads(ran.stdout)
     assert document["failures"][0]["tensor"] == "w"
+    assert document["receipt"]["serial"] == RECEIPT["serial"]
 
 
 def test_push_sends_what_was_asked_for_and_prints_the_receipt(coordinator: FakeCoordinator, tmp_path: Path) -> None:
