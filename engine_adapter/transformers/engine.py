@@ -122,6 +122,7 @@ class TransformersEngine:
                 use_async_batching=False,  # a step in flight across a pause would break I3
                 use_cuda_graph=False,
                 auto_switch_to_flash=False,
+                disable_nccl_graph_mixing=False,  # no NCCL here; the default warns about it
                 cpu_offload_space=0.0,  # a second cache tier would need a reset of its own
                 scheduler_type=SCHEDULER,
                 per_request_processors=options.sampling,
