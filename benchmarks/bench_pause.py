@@ -1,0 +1,209 @@
+"""Pause, rollback, memory, serving while staging and recovery, of whole transactions over real processes.
+
+Small and large model go through the same transactions in the same run: the pause must hardly depend on bytes. The
+bare exchange is measured by the same rank processes, on their own parameters, before they serve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from benchmarks.common import Report
+from benchmarks.fleets import Fleet, bare_exchange_s, fleet, resident_bytes
+from engine_adapter.big_models import make_big
+from engine_adapter.models import make_versions
+
+AIM_MS = 20.0
+BUCKETS_BYTES = 2 * (512 << 20)
+
+
+@dataclass(slots=True)
+class Measured:
+    """Of one fleet. Milliseconds; `resident`: bytes of all ranks after update 1, 2, 3 and the last."""
+
+    pauses: dict[str, list[float]] = field(default_factory=lambda: {"flip": [], "exchange": []})
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rollbacks: list[float] = field(default_factory=list)
+    stages: list[float] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
+    before: int = 0
+    bytes_read: int = 0
+
+
+def publish_many(fleet: Fleet, checkpoints: tuple[Path, Path], rounds: int) -> Measured:
+    """`rounds` updates with flip and as many with exchange, in turns, and a rollback after each."""
+    seen, step = Measured(), 0
+    seen.before = resident_bytes(fleet.rank_pids())
+    live = "start"
+    for turn in range(rounds):
+        for mode in ("flip", "exchange"):
+            step += 1
+            receipt = fleet.publish(checkpoints[(step + turn) % 2], step, install=mode)
+            seen.pauses[mode].append(receipt["pause"]["pause_ms"])
+            seen.parts[mode] = receipt["pause"]
+            seen.stages.append(receipt["phases_ms"]["staging"])
+            seen.resident.append(resident_bytes(fleet.rank_pids()))
+            seen.bytes_read = receipt["bytes_read"]
+            if mode == "flip":
+                back = fleet.rollback(live, receipt["version"], install=mode)
+                seen.rollbacks.append(back["pause"]["pause_ms"])
+            else:
+                live = receipt["version"]
+    return seen
+
+
+def compare(report: Report, tp: int, small: Measured, big: Measured, bare_s: float) -> None:
+    gigabytes = big.bytes_read / 1e9
+    flip = {name: median(each.pauses["flip"]) for name, each in (("small", small), ("big", big))}
+    report.add(
+        f"pause flip {gigabytes:.2f} GB / few KB, TP={tp}",
+        flip["big"] / flip["small"],
+        goal=2.0,
+        at_most=True,
+        detail=f"{flip['big']:.2f} ms / {flip['small']:.2f} ms (medians of {len(big.pauses['flip'])})",
+    )
+    report.add(
+        f"pause flip / {AIM_MS:.0f} ms, TP={tp}",
+        flip["big"] / AIM_MS,
+        goal=1.0,
+        at_most=True,
+        detail=", ".join(f"{part} {value:.2f}" for part, value in big.parts["flip"].items()),
+    )
+    exchange, small_exchange = median(big.pauses["exchange"]), median(small.pauses["exchange"])
+    report.add(
+        f"pause exchange less small pause / best bare exchange, TP={tp}",
+        (exchange - small_exchange) / (bare_s * 1e3),
+        goal=1.3,
+        at_most=True,
+        detail=f"({exchange:.0f} - {small_exchange:.1f}) ms / {bare_s * 1e3:.0f} ms",
+    )
+    report.add(
+        f"rollback pause / commit pause, TP={tp}",
+        median(big.rollbacks) / flip["big"],
+        goal=1.1,
+        at_most=True,
+        detail=f"{median(big.rollbacks):.2f} ms / {flip['big']:.2f} ms",
+    )
+    growth = big.resident[-1] - big.resident[0]
+    report.add(
+        f"memory added by updates 2 to {len(big.resident)} / shard, TP={tp}",
+        growth / big.bytes_read,
+        goal=0.02,
+        at_most=True,
+        detail=f"after 1, 2, 3, last: {', '.join(f'{big.resident[i] / 1e9:.2f}' for i in (0, 1, 2, -1))} GB",
+    )
+    report.add(
+        f"memory added by the first update / (shard + 2 buckets), TP={tp}",
+        (big.resident[0] - big.before) / (big.bytes_read + BUCKETS_BYTES),
+        goal=1.0,
+        at_most=True,
+        detail=f"{big.before / 1e9:.2f} GB at join (spare touched), {big.resident[0] / 1e9:.2f} GB after",
+    )
+    report.add(
+        f"stage first / later updates, TP={tp}",
+        big.stages[0] / median(big.stages[1:]),
+        detail=f"{big.stages[0]:.0f} ms / {median(big.stages[1:]):.0f} ms",
+    )
+
+
+def serving(report: Report, tp: int, fleet: Fleet, checkpoint: Path, step: int, tokens: int) -> None:
+    """Inter-token times of one stream, undisturbed and while an update is staged (committed by hand afterwards)."""
+    calm = stream(fleet, tokens, lambda: True)
+    done = threading.Event()
+
+    def update() -> None:
+        fleet.publish(checkpoint, step)
+        done.set()
+
+    worker = threading.Thread(target=update)
+    worker.start()
+    busy = stream(fleet, tokens, done.is_set)
+    worker.join()
+    if len(calm) < 3 or len(busy) < 3:
+        report.add(f"throughput while staging / undisturbed, TP={tp}", 0.0, detail="too few tokens to say")
+        return
+    report.add(
+        f"throughput while staging / undisturbed, TP={tp}",
+        median(calm) / median(busy),
+        detail=f"{1 / median(busy):.1f} / {1 / median(calm):.1f} tokens/s",
+    )
+    report.add(
+        f"p99 inter-token while staging / undisturbed, TP={tp}",
+        p99(busy) / p99(calm),
+        detail=f"{p99(busy) * 1e3:.0f} / {p99(calm) * 1e3:.0f} ms over {len(busy)} tokens",
+    )
+
+
+def stream(fleet: Fleet, tokens: int, enough: Callable[[], bool]) -> list[float]:
+    """Seconds between tokens; streams again until `enough`."""
+    gaps: list[float] = []
+    with httpx.Client(base_url=fleet.replica.url, trust_env=False, timeout=600.0) as http:
+        while True:
+            last = None
+            body = {"prompt": "once upon a time", "max_tokens": tokens, "stream": True}
+            with http.stream("POST", "/v1/completions", json=body) as answer:
+                for line in answer.iter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    now = time.perf_counter()
+                    if last is not None:
+                        gaps.append(now - last)
+                    last = now
+            if enough():
+                return gaps
+
+
+def p99(values: list[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
+
+
+def recovery(report: Report, tp: int, fleet: Fleet) -> None:
+    """kill -9 of the coordinator; start to ready again, journal and members read."""
+    fleet.kill_coordinator()
+    begun = time.perf_counter()
+    fleet.restart_coordinator()
+    report.add(
+        f"recovery of a killed coordinator, seconds, TP={tp}", time.perf_counter() - begun, detail="start to /readyz"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--tp", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--small", action="store_true", help="a few KB on both sides: does it run at all")
+    chosen = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    report = Report("pause")
+    with tempfile.TemporaryDirectory(prefix="liveweights-bench-") as folder:
+        work = Path(folder)
+        tiny = make_versions(work / "small", 2)
+        large = tiny
+        if not chosen.small:
+            large = tuple(make_big(work / f"big{seed}", chosen.gigabytes, seed=seed) for seed in (0, 1))
+        for tp in chosen.tp:
+            with fleet(work, tiny[0], tp, f"small-tp{tp}") as one:
+                small = publish_many(one, (tiny[0], tiny[1]), chosen.rounds)
+                recovery(report, tp, one)
+            with fleet(work, large[0], tp, f"big-tp{tp}") as one:
+                big = publish_many(one, (large[0], large[1]), chosen.rounds)
+                compare(report, tp, small, big, bare_exchange_s(work, f"big-tp{tp}"))
+                serving(report, tp, one, large[1], 10_000, chosen.tokens)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
