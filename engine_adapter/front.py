@@ -11,14 +11,29 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from engine_adapter.admission import Gate
 from engine_adapter.rank_messages import Hello
-from engine_adapter.rank_work import RankWork
 from updater.core import replica as machine
 from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable
-from updater.core.participant import Description, Fence, FrontState, FrontStatus, PauseRequest
+from updater.core.participant import (
+    Description,
+    Fence,
+    FenceRequest,
+    FrontState,
+    FrontStatus,
+    InvalidateRequest,
+    PauseReply,
+    PauseRequest,
+    PlanReply,
+    PlanRequest,
+    ResumeRequest,
+    StageReply,
+    StageRequest,
+    VerifyReply,
+    VerifyRequest,
+)
 from updater.core.policy import InFlight
 from updater.core.replica_state import (
     Answer,
@@ -53,6 +68,37 @@ class Identity:
     hellos: tuple[Hello, ...]
 
 
+class Ranks(Protocol):
+    """All ranks as one thing, one method per `Work` of the machine: `rank_work.RankWork`.
+
+    Each raises LiveweightsError, and then no rank works on it any more.
+    """
+
+    async def join(self, version: str, digest: str) -> None: ...
+
+    async def plan(self, request: PlanRequest) -> PlanReply: ...
+
+    async def stage(self, request: StageRequest) -> StageReply: ...
+
+    async def verify(self, request: VerifyRequest) -> VerifyReply: ...
+
+    async def pause(self, request: PauseRequest, digest: str, aborted: int, requeued: int) -> PauseReply: ...
+
+    async def install(self, request: FenceRequest, plan: PlanRequest, digest: str) -> None: ...
+
+    async def invalidate(self, request: InvalidateRequest) -> None: ...
+
+    async def restore(self, request: FenceRequest, version: str, digest: str) -> None: ...
+
+    async def resume(self, request: ResumeRequest) -> None: ...
+
+    async def discard(self, serial: int) -> None: ...
+
+    def cancel(self, serial: int) -> None: ...
+
+    async def audit(self, what: str) -> tuple[Failure, ...]: ...
+
+
 class Front:
     """`state`: made by `replica_state.started` once the start checkpoint was replayed."""
 
@@ -60,7 +106,7 @@ class Front:
         self,
         state: ReplicaState,
         identity: Identity,
-        work: RankWork,
+        work: Ranks,
         gate: Gate,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,7 +121,6 @@ class Front:
         self._lease: asyncio.TimerHandle | None = None
         self._stopped_requests = (0, 0)
         self._digests = {state.live.version: state.live.digest}
-        self._asleep = False
         self.reopened = asyncio.Event()
 
     # --- asked from outside
@@ -90,7 +135,6 @@ class Front:
             self._clock(),
             in_flight=self._gate.in_flight,
             waiting=self._gate.waiting,
-            asleep=self._asleep,
         )
 
     def describe(self) -> Description:
@@ -244,18 +288,26 @@ class Front:
         label = self.state.live
         try:
             failures = await self._work.audit("live")
+            if failures and self.state.live == label:
+                _log.error("the audit of %s failed: %s", label.version, failures[0].message)
+                self.feed(RankDied(failures[0].at(replica=self.state.replica)))
+                return
+            # A spare that differs is emptied by its rank: the next rollback is then refused by the vote.
+            if await self._work.audit("spare"):
+                _log.error("the kept copy beside %s is not what it was: no rollback", label.version)
         except LiveweightsError as error:
             _log.warning("the audit of %s could not run: %s", label.version, error)
-            return
-        if failures and self.state.live == label:
-            _log.error("the audit of %s failed: %s", label.version, failures[0].message)
-            self.feed(RankDied(failures[0].at(replica=self.state.replica)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    async def idle(self) -> None:
+        """Until nothing that was asked of the ranks is under way."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def stop(self) -> None:
         """Shut for good: callers and clients are told; work that runs is given up."""

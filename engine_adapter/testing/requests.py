@@ -1,4 +1,4 @@
-"""The gate's seam, driven by hand: a `RequestEngine` whose tokens come when a test says so."""
+"""The seams of the gate and of the front, played by hand: nothing happens before a test says so."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ from typing import Any
 from engine_adapter.admission import Gate
 from engine_adapter.base import GenerateRequest, TokenEvent
 from updater.core.errors import Aborted, Failure
+from updater.core.participant import (
+    FenceRequest,
+    InvalidateRequest,
+    PauseReply,
+    PauseRequest,
+    PlanReply,
+    PlanRequest,
+    ResumeRequest,
+    StageReply,
+    StageRequest,
+    VerifyReply,
+    VerifyRequest,
+)
 
 
 class HandEngine:
@@ -44,3 +57,80 @@ class HandEngine:
         if self.gate is None:
             raise RuntimeError("no gate")
         self.gate.on_tokens(TokenEvent(request_id, tokens, version, finish, cached_tokens=cached))
+
+
+class HandWork:
+    """`front.Ranks` played by hand. `calls`: what was asked, in order.
+
+    `hold(verb)` makes the next call of a verb wait for `release(verb)`; `fail[verb]` is raised by every call of it;
+    `mismatched` is what audits find. A vote observes `observed`.
+    """
+
+    def __init__(self, observed: str = "d1") -> None:
+        self.observed = observed
+        self.calls: list[str] = []
+        self.fail: dict[str, Exception] = {}
+        self.mismatched: dict[str, tuple[Failure, ...]] = {}
+        self.cancelled: list[int] = []
+        self._held: dict[str, asyncio.Event] = {}
+        self._came = asyncio.Event()
+
+    def hold(self, verb: str) -> None:
+        self._held[verb] = asyncio.Event()
+
+    def release(self, verb: str) -> None:
+        self._held.pop(verb).set()
+
+    async def until_called(self, verb: str) -> None:
+        while verb not in self.calls:
+            self._came.clear()
+            await self._came.wait()
+
+    async def _call(self, verb: str) -> None:
+        self.calls.append(verb)
+        self._came.set()
+        if verb in self._held:
+            await self._held[verb].wait()
+        if verb in self.fail:
+            raise self.fail[verb]
+
+    async def join(self, version: str, digest: str) -> None:
+        await self._call("join")
+
+    async def plan(self, request: PlanRequest) -> PlanReply:
+        await self._call("plan")
+        return PlanReply(request.fence, "", 1, 1, request.install)
+
+    async def stage(self, request: StageRequest) -> StageReply:
+        await self._call("stage")
+        return StageReply(request.fence, 1, 0.0)
+
+    async def verify(self, request: VerifyRequest) -> VerifyReply:
+        await self._call("verify")
+        return VerifyReply(request.fence, self.observed, "digests", 1)
+
+    async def pause(self, request: PauseRequest, digest: str, aborted: int, requeued: int) -> PauseReply:
+        await self._call("pause")
+        return PauseReply(request.fence, request.fence.serial, digest, 1, False, aborted, requeued)
+
+    async def install(self, request: FenceRequest, plan: PlanRequest, digest: str) -> None:
+        await self._call("install")
+
+    async def invalidate(self, request: InvalidateRequest) -> None:
+        await self._call("invalidate")
+
+    async def restore(self, request: FenceRequest, version: str, digest: str) -> None:
+        await self._call(f"restore {version}")
+
+    async def resume(self, request: ResumeRequest) -> None:
+        await self._call("resume")
+
+    async def discard(self, serial: int) -> None:
+        await self._call("discard")
+
+    def cancel(self, serial: int) -> None:
+        self.cancelled.append(serial)
+
+    async def audit(self, what: str) -> tuple[Failure, ...]:
+        await self._call(f"audit {what}")
+        return self.mismatched.get(what, ())

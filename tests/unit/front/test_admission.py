@@ -251,8 +251,9 @@ def test_recompute_goes_on_even_if_the_gate_reopens_before_the_engine_let_go() -
     play(scene)
 
 
+@pytest.mark.parametrize("told_before", [True, False])
 @pytest.mark.parametrize("mode", [InFlight.RECOMPUTE, InFlight.KEEP])
-def test_an_exact_version_is_checked_again_at_the_switch(mode: InFlight) -> None:
+def test_an_exact_version_is_checked_again_at_the_switch(mode: InFlight, told_before: bool) -> None:
     async def scene(engine: HandEngine, gate: Gate) -> None:
         gate.open("0-1")
         exact, free = await start(gate, Wanted(exact=Version(0, 1))), await start(gate)
@@ -261,7 +262,10 @@ def test_an_exact_version_is_checked_again_at_the_switch(mode: InFlight) -> None
         if mode is InFlight.RECOMPUTE:
             engine.emit("r1", version="0-1", finish="abort")
             engine.emit("r2", version="0-1", finish="abort")
-        gate.before_switch("0-2")
+        if told_before:
+            gate.before_switch("0-2")
+        else:
+            gate.open("0-2")
         assert (exact.finish_reason, exact.ended_by_update, exact.tokens) == ("abort", True, [5])
         gate.open("0-2")
         await settle()

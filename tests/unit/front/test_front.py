@@ -1,0 +1,254 @@
+"""The front performs what the replica machine asks for: answers, leases, gates, and the boundary of exceptions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from engine_adapter.admission import Gate
+from engine_adapter.front import Front, Identity
+from engine_adapter.testing.fronts import code_of
+from engine_adapter.testing.requests import HandEngine, HandWork
+from updater.core.errors import Aborted, Failure
+from updater.core.participant import (
+    DiscardRequest,
+    DiskOffer,
+    Fence,
+    FenceRequest,
+    FrontState,
+    InvalidateRequest,
+    JoinRequest,
+    Kind,
+    PauseRequest,
+    PlanRequest,
+    ResumeRequest,
+    StageRequest,
+    VerifyRequest,
+)
+from updater.core.policy import CachePolicy, InFlight, InstallMode
+from updater.core.replica_state import started
+
+
+@dataclass
+class Play:
+    """A front over ranks played by hand, with a clock that a test moves."""
+
+    now: list[float] = field(default_factory=lambda: [1000.0])
+    work: HandWork = field(default_factory=HandWork)
+
+    def __post_init__(self) -> None:
+        self.gate = Gate(HandEngine())
+        state = started("r0", "i", "start", "d0")
+        self.front = Front(state, Identity("http://r0", "model", ()), self.work, self.gate, lambda: self.now[0])
+
+    def fence(self, serial: int = 1, attempt: int = 0) -> Fence:
+        return Fence("f", 1, serial, attempt, "i")
+
+    async def join(self) -> None:
+        await self.front.ask("join", JoinRequest(self.fence(0), "start", "d0"))
+
+    async def plan(self) -> object:
+        return await self.front.ask(
+            "plan",
+            PlanRequest(
+                self.fence(),
+                Kind.UPDATE,
+                "u",
+                "0-1",
+                DiskOffer("/x"),
+                "",
+                "",
+                InFlight.DRAIN,
+                CachePolicy.RESET,
+                InstallMode.FLIP,
+                False,
+                (),
+                False,
+            ),
+        )
+
+    async def vote(self) -> None:
+        await self.plan()
+        await self.front.ask("stage", StageRequest(self.fence(), 10.0))
+        await self.front.ask("verify", VerifyRequest(self.fence(), 10.0))
+
+    async def pause(self, attempt: int = 1, lease_s: float = 30.0) -> object:
+        return await self.front.ask("pause", PauseRequest(self.fence(1, attempt), InFlight.DRAIN, 10.0, lease_s))
+
+    async def publish(self) -> None:
+        await self.vote()
+        await self.pause()
+        await self.front.ask("install", FenceRequest(self.fence(1, 1)))
+        await self.front.ask("invalidate", InvalidateRequest(self.fence(1, 1), CachePolicy.RESET))
+        await self.resume(True, "0-1", "d1")
+
+    async def resume(self, published: bool, version: str, digest: str, attempt: int = 1) -> object:
+        return await self.front.ask("resume", ResumeRequest(self.fence(1, attempt), published, version, digest))
+
+
+def play(scene: Callable[[Play], Awaitable[None]]) -> None:
+    async def run() -> None:
+        one = Play()
+        async with asyncio.timeout(20):
+            await scene(one)
+            await one.front.stop()
+
+    asyncio.run(run())
+
+
+def test_a_joiner_is_shut_until_it_was_admitted() -> None:
+    async def scene(p: Play) -> None:
+        assert (p.front.ready, p.gate.is_open) == (False, False)
+        await p.join()
+        assert (p.front.ready, p.gate.version, p.front.digest_of("start")) == (True, "start", "d0")
+
+    play(scene)
+
+
+def test_a_publication_goes_through_the_ranks_in_order_and_is_audited_afterwards() -> None:
+    async def scene(p: Play) -> None:
+        await p.join()
+        await p.publish()
+        await p.work.until_called("audit spare")
+        steps = ["join", "plan", "stage", "verify", "pause", "install", "invalidate", "resume"]
+        assert p.work.calls == [*steps, "audit live", "audit spare"]
+        assert (p.gate.is_open, p.gate.version, p.front.digest_of("0-1")) == (True, "0-1", "d1")
+
+    play(scene)
+
+
+def test_live_bytes_that_fail_the_audit_take_the_replica_out_of_service() -> None:
+    async def scene(p: Play) -> None:
+        await p.join()
+        p.work.mismatched = {"live": (Failure("tensor_digest", "differs", rank=1, tensor="w"),)}
+        p.work.hold("audit live")
+        await p.publish()
+        await p.work.until_called("audit live")
+        assert p.front.ready
+        p.work.release("audit live")
+        await p.front.idle()
+        status = p.front.status()
+        assert (status.state, p.front.ready, p.gate.is_open) == (FrontState.BROKEN, False, False)
+        assert status.failure == Failure("tensor_digest", "differs", replica="r0", rank=1, tensor="w")
+
+    play(scene)
+
+
+def test_a_kept_copy_that_fails_the_audit_does_not_stop_serving() -> None:
+    async def scene(p: Play) -> None:
+        await p.join()
+        p.work.mismatched = {"spare": (Failure("tensor_digest", "differs", rank=1, tensor="w"),)}
+        await p.publish()
+        await p.front.idle()
+        assert p.front.ready
+
+    play(scene)
+
+
+def test_whatever_the_ranks_raise_reaches_every_caller_as_a_refusal() -> None:
+    async def scene(p: Play) -> None:
+        await p.join()
+        p.work.fail["plan"] = Aborted(Failure("tensor_missing", "no such tensor", rank=1))
+        assert await code_of(p.plan()) == "tensor_missing"
+        p.work.fail = {}
+        await p.front.ask("discard", DiscardRequest(p.fence()))
+        assert p.gate.is_open
+
+    play(scene)
+
+
+def test_an_unforeseen_exception_is_a_typed_failure_and_not_a_hang() -> None:
+    async def scene(p: Play) -> None:
+        await p.join()
+        p.work.fail["plan"] = ZeroDivisionError("a bug")
+        assert await code_of(p.plan()) == "internal"
+        assert p.gate.is_open
+
+    play(scene)
+
+
+def test_a_caller_that_goes_away_does_not_stop_the_work_and_its_repeat_gets_the_answer() -> None:
+    async def scene(p: Play) -> None:
+        await p.join()
+        p.work.hold("plan")
+        first = asyncio.ensure_future(p.plan())
+        await p.work.until_called("plan")
+        first.cancel()
+        second = asyncio.ensure_future(p.plan())
+        await asyncio.sleep(0)
+        p.work.release("plan")
+        assert (await second) is not None
+        assert p.work.calls.count("plan") == 1
+
+    play(scene)
+
+
+def test_a_lease_that_is_over_reopens_even_if_its_timer_never_went_off() -> None:
+    async def scene(p: Play) -> None:
+        await p.join()
+        await p.vote()
+        await p.pause(lease_s=30.0)
+        assert not p.gate.is_open
+        p.now[0] += 31.0
+        assert await code_of(p.front.ask("install", FenceRequest(p.fence(1, 1)))) in ("wrong_phase", "replica_fenced")
+        await p.front.idle()
+        assert (p.front.ready, p.gate.version) == (True, "start")
+        assert "install" not in p.work.calls
+
+    play(scene)
+
+
+def test_a_resume_ends_the_quiesce_and_its_late_end_pauses_nobody() -> None:
+    async def scene(p: Play) -> None:
+        await p.join()
+        await p.vote()
+        p.work.hold("pause")
+        pausing = asyncio.ensure_future(code_of(p.pause()))
+        await p.work.until_called("pause")
+        await p.resume(False, "start", "d0")
+        p.work.release("pause")
+        assert await pausing in ("lease_expired", "replica_fenced")
+        await p.front.idle()
+        assert p.front.ready
+
+    play(scene)
+
+
+def test_a_restore_names_the_version_that_was_live_before_the_install() -> None:
+    async def scene(p: Play) -> None:
+        await p.join()
+        await p.vote()
+        await p.pause()
+        await p.front.ask("install", FenceRequest(p.fence(1, 1)))
+        await p.front.ask("restore", FenceRequest(p.fence(1, 1)))
+        assert "restore start" in p.work.calls
+        await p.resume(False, "start", "d0")
+        assert p.gate.version == "start"
+
+    play(scene)
+
+
+def test_a_dead_rank_answers_everybody_who_waits() -> None:
+    async def scene(p: Play) -> None:
+        await p.join()
+        p.work.hold("plan")
+        planning = asyncio.ensure_future(code_of(p.plan()))
+        await p.work.until_called("plan")
+        p.front.rank_died(Failure("rank_died", "gone", rank=0))
+        assert await planning == "rank_died"
+        assert await code_of(p.plan()) == "rank_died"
+
+    play(scene)
+
+
+def test_stopping_answers_everybody_who_waits() -> None:
+    async def scene(p: Play) -> None:
+        await p.join()
+        p.work.hold("plan")
+        planning = asyncio.ensure_future(code_of(p.plan()))
+        await p.work.until_called("plan")
+        await p.front.stop()
+        assert await planning == "shut"
+
+    play(scene)
