@@ -29,7 +29,7 @@ def from_dtensors(
 ) -> Placement:
     """Rows into the local tensors of `tensors` (name -> DTensor or plain tensor). `aliases`: ties per parameter.
 
-    Raises `Rejected` with every failure.
+    Raises `Rejected` with every parameter that is refused, or with every failure of names and shapes.
     """
     ties = aliases or {}
     targets: dict[str, Target] = {}
@@ -42,10 +42,11 @@ def from_dtensors(
             learned[name] = cut_of(name, tensor, rules)
         except Rejected as error:
             failures += error.failures
-    found = analyse(specs, targets, rules, rank, size, learned)
-    failures += found.failures
-    if failures:
+    if failures:  # of the model, not of the checkpoint: names and shapes come after
         raise Rejected(*(failure.at(rank=rank) for failure in failures))
+    found = analyse(specs, targets, rules, rank, size, learned)
+    if found.failures:
+        raise Rejected(*found.failures)
     return found.placement
 
 

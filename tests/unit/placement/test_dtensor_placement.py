@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engine_adapter.placement.declared import Rules, Target, declare
@@ -75,6 +76,9 @@ def test_what_rows_cannot_say_is_refused() -> None:
     with mesh(0, 2) as on:
         with refused("placement_refused", tensors=["w"]):
             from_dtensors(specs(w=(4,)), {"w": spread((4,), (4,), Partial(), on)}, Rules(), 0, 2)
+        with refused("placement_refused", tensors=["w"]):
+            strided = _StridedShard(0, split_factor=2)
+            from_dtensors(specs(w=(8,)), {"w": spread((8,), (4,), strided, on)}, Rules(), 0, 2)
         with refused("placement_refused", tensors=["gu"]):
             tensor = spread((8, 2), (4, 2), Shard(0), on)
             from_dtensors(specs(gate=(4, 2), up=(4, 2)), {"gu": tensor}, fused, 0, 2)
