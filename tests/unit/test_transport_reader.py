@@ -79,3 +79,49 @@ def test_pages_may_be_given_back(tmp_path: Path) -> None:
         target = torch.zeros(4096)
         source.read([Read("t", Box.whole((4096,)), target)])
         assert torch.equal(target, torch.arange(4096.0))
+
+
+def test_more_rows_than_buffers_of_one_call(tmp_path: Path) -> None:
+    tensor = torch.arange(1300 * 8, dtype=torch.int16).view(1300, 8)
+    write_checkpoint(tmp_path / "model.safetensors", {"t": tensor})
+    target = torch.zeros(1300, 11, dtype=torch.int16)
+    options = ReaderOptions(limits=Limits(run=1))
+    with DiskSource.open(str(tmp_path), (str(tmp_path),), options=options) as source:
+        source.read([Read("t", Box.whole((1300, 8)), target[:, 2:10])])
+    assert torch.equal(target[:, 2:10], tensor)
+    assert not target[:, :2].any()
+    assert not target[:, 10:].any()
+
+
+def test_more_tensors_than_buffers_of_one_call(tmp_path: Path) -> None:
+    tensors = {f"t{at:04d}": torch.tensor([at, at + 1]) for at in range(1300)}
+    write_checkpoint(tmp_path / "model.safetensors", tensors)
+    targets = {name: torch.zeros(2, dtype=torch.int64) for name in tensors}
+    with DiskSource.open(str(tmp_path), (str(tmp_path),)) as source:
+        source.read([Read(name, Box.whole((2,)), target) for name, target in targets.items()])
+    assert all(torch.equal(targets[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("box", "asked"),
+    [
+        (Box((16, 0), (8, 64)), 8 * 64),  # rows: exactly the shard
+        (Box((0, 16), (32, 32)), 32 * 32),  # long runs: exactly the shard
+        (Box((0, 60), (32, 4)), 32 * 4),  # short runs between long gaps: the gaps are left out
+        (Box((0, 10), (32, 50)), 32 * 50),  # long runs between short gaps: too
+    ],
+)
+def test_bytes_asked_for_are_those_of_the_shard(tmp_path: Path, box: Box, asked: int) -> None:
+    assert asked_for(tmp_path, box, Limits(run=20)) == asked
+
+
+def test_bytes_asked_for_short_runs_between_short_gaps_are_at_most_the_tensor(tmp_path: Path) -> None:
+    assert asked_for(tmp_path, Box((0, 16), (32, 32)), Limits(run=40)) == 32 * 64 - 32
+
+
+def asked_for(folder: Path, box: Box, limits: Limits) -> int:
+    """Of a tensor of 32 x 64 bytes."""
+    write_checkpoint(folder / "model.safetensors", {"t": torch.zeros(32, 64, dtype=torch.uint8)})
+    with DiskSource.open(str(folder), (str(folder),), options=ReaderOptions(limits=limits)) as source:
+        read = Read("t", box, torch.empty(box.size, dtype=torch.uint8))
+        return source.read([read]).bytes_asked
