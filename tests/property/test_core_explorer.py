@@ -82,8 +82,10 @@ def test_what_does_not_apply_changes_nothing() -> None:
     assert {state.phase for state in states} >= {Phase.PLANNING, Phase.DECIDING, Phase.RESUMING, Phase.IDLE}
     for state in states:
         old = state.fence(state.serial, 9, "a1")
+        attempt = state.update.attempt if state.update else 0
         stale: tuple[Event, ...] = (
             Deadline("pausing", state.serial, 9),
+            Deadline("of another phase", state.serial, attempt),
             Deadline(state.phase.value, state.serial + 1, 0),
             BackoffEnded(state.serial, 0),
             Recorded(RecordKind.DECIDED, state.serial + 1, 1),

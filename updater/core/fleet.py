@@ -111,21 +111,17 @@ def _too_late(state: FleetState, update: str) -> Denied:
 
 
 def _replied(state: FleetState, event: events.Replied) -> Moved:
+    if _is_awaited(state, event):
+        return flow.acknowledge(state, event.replica, event.reply)
     debtor = members.owes(state, event.replica, event.verb, event.fence)
-    if debtor is not None:
-        return members.paid(state, debtor, event)
-    if not _is_awaited(state, event):
-        return state, ()
-    return flow.acknowledge(state, event.replica, event.reply)
+    return members.paid(state, debtor, event) if debtor is not None else (state, ())
 
 
 def _refused(state: FleetState, event: events.Refused) -> Moved:
+    if _is_awaited(state, event):
+        return flow.refusal(state, event.replica, event.failures)
     debtor = members.owes(state, event.replica, event.verb, event.fence)
-    if debtor is not None:
-        return members.unpaid(state, debtor, event)
-    if not _is_awaited(state, event):
-        return state, ()
-    return flow.refusal(state, event.replica, event.failures)
+    return members.unpaid(state, debtor, event) if debtor is not None else (state, ())
 
 
 def _is_awaited(state: FleetState, event: events.Replied | events.Refused) -> bool:

@@ -48,6 +48,13 @@ def present(state: FleetState) -> tuple[Member, ...]:
     return tuple(member for member, incarnation in named if member and member.incarnation == incarnation)
 
 
+def _member(state: FleetState, replica: str) -> Member:
+    member = state.member(replica)
+    if member is None:
+        raise LookupError(f"no member {replica}")
+    return member
+
+
 # --- entering
 
 
@@ -55,10 +62,7 @@ def enter(state: FleetState, phase: Phase) -> Moved:
     """Go to `phase` and ask for what its row asks for."""
     update = current(state)
     if phase in SKIPPED[update.kind]:
-        following = TABLE[phase].done
-        if following is None:
-            raise LookupError(f"{phase} cannot be skipped")
-        return enter(state, following)
+        return enter(state, TABLE[phase].done or after_reopening(update))
     if phase is Phase.IDLE:
         return finish(state)
     if phase is Phase.PAUSING:
@@ -194,9 +198,7 @@ def _publish(state: FleetState) -> FleetState:
 
 
 def _serves(state: FleetState, replica: str) -> Moved:
-    member = state.member(replica)
-    if member is None:
-        raise LookupError(replica)
+    member = _member(state, replica)
     digest = current(state).digest
     serving = replace(member, standing=Standing.OK, live=digest, owed=None, shut=False, admitted=True)
     return state.with_member(serving), (Admit(replica),)
@@ -204,9 +206,7 @@ def _serves(state: FleetState, replica: str) -> Moved:
 
 def back_on_old(state: FleetState, replica: str) -> FleetState:
     """It answered: a serving member serves the old version, a joiner is joining again."""
-    member = state.member(replica)
-    if member is None:
-        raise LookupError(replica)
+    member = _member(state, replica)
     standing = Standing.OK if member.admitted else Standing.JOINING
     return state.with_member(replace(member, standing=standing, owed=None))
 
@@ -259,12 +259,9 @@ def undo(state: FleetState, reason: str) -> Moved | None:
 def drop_out(state: FleetState, replica: str, failures: tuple[Failure, ...], *, answered: bool) -> Moved:
     """In a tolerant phase one member fails: mark it and go on with the others."""
     update, row = current(state), TABLE[state.phase]
-    member = state.member(replica)
-    if member is not None:
-        state = state.with_member(_marked(state, row, member, failures, answered))
-        # The next attempt would need it.
-        if update.retry and state.phase is Phase.REOPENING:
-            update = replace(update, retry=False, end=Outcome.ABORTED)
+    state = state.with_member(_marked(state, row, _member(state, replica), failures, answered))
+    if update.retry:  # the next attempt would need it
+        update = replace(update, retry=False, end=Outcome.ABORTED)
     update = replace(update, waiting=update.waiting - {replica}, failures=(*update.failures, *failures))
     return proceed(replace(state, update=update))
 

@@ -192,7 +192,7 @@ def paid(state: FleetState, member: Member, event: Replied) -> Moved:
     """The acknowledgement that a member owed since an earlier phase."""
     owed = member.owed
     if event.verb == "restore":
-        return _reopen_restored(state, member)
+        return _reopen_restored(state, member, event.fence)
     if event.verb == "discard":
         # Dropping the staging also reopens what was still paused.
         settled = back_on_old(state, member.replica) if member.standing is Standing.LOST else state
@@ -221,11 +221,9 @@ def _tidy(state: FleetState, member: Member, fence: Fence) -> Moved:
     return state.with_member(replace(member, owed=send)), (send,)
 
 
-def _reopen_restored(state: FleetState, member: Member) -> Moved:
+def _reopen_restored(state: FleetState, member: Member, fence: Fence) -> Moved:
     """It took its installation back at last: it may reopen, and owes the acknowledgement of that."""
-    if member.owed is None:
-        raise LookupError(member.replica)
-    label, fence = live(state), member.owed.fence
+    label = live(state)
     send = Send(member.replica, "resume", ResumeRequest(fence, False, str(label.version), label.digest))
     return state.with_member(replace(member, standing=Standing.LOST, owed=send)), (send,)
 

@@ -216,9 +216,9 @@ def _undecided_end(state: FleetState, last: Record, same: Sequence[FrontStatus |
     label = Label(last.version, last.digest)
     serves = [r for r in same if r is not None and r.state is FrontState.OPEN and _holds(r, label)]
     if serves:
-        for report in serves:
-            member = state.member(report.replica)
-            if member is not None:
+        names = {report.replica for report in serves}
+        for member in state.members:
+            if member.replica in names:
                 state = state.with_member(replace(member, standing=Standing.OK, admitted=True))
         return _resume(state, update, Phase.PUBLISHING)
     if all(report is not None and _has_installed(last, report) for report in same):

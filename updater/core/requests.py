@@ -12,7 +12,6 @@ from updater.core.participant import (
     FenceRequest,
     InvalidateRequest,
     JoinRequest,
-    Kind,
     PauseRequest,
     PlanRequest,
     ResumeRequest,
@@ -85,8 +84,3 @@ def join_request(state: FleetState, serial: int, member: Member) -> Send:
     label = live(state)
     fence = state.fence(serial, 0, member.incarnation)
     return Send(member.replica, "join", JoinRequest(fence, str(label.version), label.digest))
-
-
-def target_digest(kind: Kind, label: Label) -> str:
-    """What the vote has to arrive at; an update's is only known by the vote."""
-    return "" if kind is Kind.UPDATE else label.digest

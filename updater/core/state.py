@@ -119,10 +119,6 @@ class Transaction:
     def label(self) -> Label:
         return Label(self.version, self.digest)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(replica for replica, _ in self.participants)
-
 
 @dataclass(frozen=True, slots=True)
 class FleetState:

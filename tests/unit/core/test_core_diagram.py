@@ -1,0 +1,40 @@
+"""The page of the state machines is what the tables say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from updater.core import diagram
+from updater.core.participant import VERBS, FrontState
+from updater.core.replica_table import ROWS as REPLICA_ROWS
+from updater.core.state import Phase
+from updater.core.table import ROWS
+
+PAGE = Path(__file__).parents[3] / "docs" / "state-machines.md"
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == diagram.page()
+
+
+def test_every_phase_but_the_two_at_rest_has_a_row() -> None:
+    assert {row.phase for row in ROWS} == set(Phase) - {Phase.IDLE, Phase.STOPPED}
+
+
+def test_no_state_has_two_rows_for_one_trigger() -> None:
+    pairs = [(source, row.trigger) for row in REPLICA_ROWS for source in row.sources]
+    assert len(pairs) == len(set(pairs))
+
+
+def test_every_front_state_and_every_verb_that_moves_one_is_in_the_table() -> None:
+    states = {state for row in REPLICA_ROWS for state in (*row.sources, *row.targets)}
+    assert states == set(FrontState)
+    assert {row.trigger.split()[0] for row in REPLICA_ROWS} >= set(VERBS) - {"describe", "status"}
+
+
+def test_phases_that_wait_for_messages_have_a_deadline() -> None:
+    """I9."""
+    for row in ROWS:
+        if row.verb:
+            assert row.timer is not None
+            assert row.seconds is not None or row.timer is not row.phase
