@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from updater.clock import Clock
 from updater.core import events as ev
@@ -14,7 +14,7 @@ from updater.core.participant import Kind
 from updater.core.policy import CommitMode
 from updater.core.state import FleetState
 from updater.http import RejectedWith
-from updater.journal import Journal, Request
+from updater.journal import Journal, JournalFailed, Request
 from updater.machine import Machine
 from updater.metrics import Metrics
 from updater.recover import Found, result_of
@@ -218,6 +218,12 @@ class Desk:
         self._running.pop(update.id, None)
         self._metrics.ended(receipt)
         update.end(receipt)
+        self._clock.call_later(0, self._tidy)  # after the clients have their answers
+
+    def _tidy(self) -> None:
+        if self._machine.stopped is None:
+            with suppress(JournalFailed), self._machine.journaled():
+                self._journal.tidy()
 
     def recover(self, found: Found) -> None:
         """After a restart: what goes on is waited for again, what ended without a receipt gets one."""

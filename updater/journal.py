@@ -34,7 +34,9 @@ CREATE TABLE IF NOT EXISTS records (
     UNIQUE (serial, attempt, kind)) STRICT;
 CREATE TABLE IF NOT EXISTS members (
     replica TEXT PRIMARY KEY, incarnation TEXT NOT NULL, url TEXT NOT NULL, config_hash TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS room (filler BLOB) STRICT;
 """
+_ROOM = 512 << 10
 _REQUEST = "id, serial, kind, body_hash, body, created, receipt"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -100,6 +102,7 @@ class Journal:
             self._db.execute("PRAGMA synchronous = FULL")
             if mode != "wal":
                 raise OSError(f"journal mode is {mode}, not wal")
+            self._db.execute("PRAGMA wal_autocheckpoint = 0")  # `tidy` does it, never an append
             self._db.executescript(_SCHEMA)
 
     # -- ownership
@@ -125,7 +128,21 @@ class Journal:
             if self._db.execute(sql, values).rowcount != 1:
                 raise OwnershipLost("another coordinator claimed this fleet at the same moment")
         self._owner = (epoch, owner)
+        self._make_room()
         return epoch
+
+    def _make_room(self) -> None:
+        """Grow the log once to what some updates need."""
+        for statement in ("INSERT INTO room VALUES (zeroblob(?))", "DELETE FROM room WHERE length(filler) = ?"):
+            with self._owned() as db:
+                db.execute(statement, (_ROOM,))
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Write back what the log holds, so that the next records overwrite its space instead of making it longer: an
+        append is then one sync of data, without a transaction of the file system. Not within a pause."""
+        with self._guarded():
+            self._db.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
 
     # -- requests and receipts
 

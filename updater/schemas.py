@@ -173,6 +173,8 @@ class Receipt(BaseModel):
     tensors_changed: int
     warnings: list[str]
     attempts: int
+    aborted_requests: int = 0  # that the pause ended early
+    requeued_requests: int = 0  # that it put back into the queue
     phases_ms: dict[str, float]
     pause: Pause | None
     update_ms: float

@@ -132,6 +132,8 @@ def receipt_of(
         tensors_changed=result.tensors_changed,
         warnings=list(dict.fromkeys([*(line for plan in plans for line in plan.warnings), *result.warnings])),
         attempts=result.attempts,
+        aborted_requests=result.aborted_requests,
+        requeued_requests=result.requeued_requests,
         phases_ms=update.timeline.phases_ms(now),
         pause=pause,
         update_ms=round(update_ms, 3),

@@ -178,7 +178,7 @@ def test_a_full_disk_is_a_failed_journal_and_leaves_the_old_content(tmp_path: Pa
     pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
     journal._db.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(JournalFailed):
-        journal.put_member(Member("r1", "i1", "x" * 100_000))
+        journal.put_member(Member("r1", "i1", "x" * 1_000_000))
     assert kinds(Journal(tmp_path, "fleet")) == ["decided"]
 
 
@@ -231,3 +231,18 @@ def test_what_was_appended_survives_a_process_that_dies_at_once(tmp_path: Path) 
     journal = owned(tmp_path, "two")
     assert kinds(journal) == ["decided", "published"]
     assert journal.epoch() == 2
+
+
+def test_updates_do_not_make_the_log_longer(tmp_path: Path) -> None:
+    """What an append costs inside a pause depends on it: overwriting needs no file system transaction."""
+    journal = owned(tmp_path)
+    log = tmp_path / "journal.sqlite3-wal"
+    size = log.stat().st_size
+    for serial in range(1, 20):
+        journal.add_request(request(str(serial), serial))
+        journal.append(record(serial), 1.0)
+        journal.append(record(serial, kind=RecordKind.PUBLISHED), 2.0)
+        journal.put_receipt(str(serial), "x" * 5000)
+        journal.tidy()
+        assert log.stat().st_size == size
+    assert len(Journal(tmp_path, "fleet").records()) == 38
