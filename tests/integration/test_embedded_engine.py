@@ -152,6 +152,16 @@ def test_requests_of_a_stopped_engine_end_with_an_error(served: Served) -> None:
     assert served.engine.failure is not None
 
 
+def test_a_request_that_slips_in_while_the_loop_ends_still_ends(served: Served) -> None:
+    served.start()
+    served.engine.pause(HANG_S)  # the loop is parked, so it takes no request from its queue
+    served.engine.submit(GenerateRequest("late", PROMPT, 4))
+    served.engine._over(None)  # what the loop's thread says last, here before it has seen the request
+    event = served.events.get(timeout=HANG_S)
+    assert (event.request_id, event.finish_reason) == ("late", "error")
+    served.engine.unpause(HANG_S)
+
+
 def test_more_requests_than_the_cache_holds_still_end_right(tmp_path: Path) -> None:
     """The library takes blocks away from running requests and starts them over."""
     model = make_model(tmp_path / "model")
