@@ -401,8 +401,10 @@ def test_after_an_accepted_commit_the_lease_does_not_count(tmp_path: Path) -> No
     async def scenario(service: LocalService) -> None:
         (front,) = await service.join("one")
         front.hold["stage"] = asyncio.Event()
-        await service.begin(7, policy={"commit": "manual"}, lease_s=5)
-        assert (await service.post("/v1/updates/0-7/commit")).status_code == 202
+        begun = await service.begin(7, policy={"commit": "manual"}, lease_s=5)
+        assert begun.json()["lease_left_s"] == 5
+        accepted = await service.post("/v1/updates/0-7/commit")
+        assert (accepted.status_code, accepted.json()["lease_left_s"]) == (202, None)
         await service.advance(100)
         front.hold["stage"].set()
         await settle()
