@@ -102,6 +102,16 @@ def test_more_tensors_than_buffers_of_one_call(tmp_path: Path) -> None:
     assert all(torch.equal(targets[name], tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.parametrize("run", [1, 1000])
+def test_columns_into_a_transposed_target(tmp_path: Path, run: int) -> None:
+    tensor = torch.arange(6 * 8, dtype=torch.int16).view(6, 8)
+    write_checkpoint(tmp_path / "model.safetensors", {"t": tensor})
+    target = torch.zeros(4, 6, dtype=torch.int16)
+    with DiskSource.open(str(tmp_path), (str(tmp_path),), options=ReaderOptions(limits=Limits(run=run))) as source:
+        source.read([Read("t", Box((0, 2), (6, 4)), target, (1, 0))])
+    assert torch.equal(target, tensor[:, 2:6].t())
+
+
 @pytest.mark.parametrize(
     ("box", "asked"),
     [
