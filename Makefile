@@ -58,7 +58,7 @@ engine: $(STAMP)
 
 core-coverage: $(STAMP)
 	$(BIN)/coverage run --branch --source=updater/core -m pytest -q -m "not engine and not gpu and not slow" \
-	    tests/unit/core tests/property tests/scenarios
+	    tests/unit/core tests/scenarios
 	$(BIN)/coverage report --fail-under=100
 
 # pytest's closing line comes last.
