@@ -62,7 +62,7 @@ class HandEngine:
 class HandWork:
     """`front.Ranks` played by hand. `calls`: what was asked, in order.
 
-    `hold(verb)` makes the next call of a verb wait for `release(verb)`; `fail[verb]` is raised by every call of it;
+    `hold(verb)` makes the next call of a verb wait for `release(verb)`, after which `calls` says that it went on; `fail[verb]` is raised by every call of it;
     `mismatched` is what audits find. A vote observes `observed`.
     """
 
@@ -91,6 +91,7 @@ class HandWork:
         self._came.set()
         if verb in self._held:
             await self._held[verb].wait()
+            self.calls.append(f"{verb} went on")
         if verb in self.fail:
             raise self.fail[verb]
 

@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from engine_adapter.admission import Gate, Limits, Piece, Running, Span, Wanted, version_of
+from engine_adapter.admission import Gate, Limits
 from engine_adapter.base import GenerateRequest
+from engine_adapter.replies import Piece, Running, Span, Wanted, version_of
 from engine_adapter.testing.requests import HandEngine
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.policy import InFlight
@@ -86,6 +87,20 @@ def test_waiting_ends_with_a_503_and_the_queue_is_bounded() -> None:
         assert gate.waiting == 0
 
     play(scene, Limits(max_waiting=1, wait_s=0.05))
+
+
+def test_who_waits_keeps_its_place_when_the_gate_shuts_for_another_update() -> None:
+    async def scene(engine: HandEngine, gate: Gate) -> None:
+        first = asyncio.ensure_future(start(gate))
+        await settle()
+        newcomer = asyncio.ensure_future(start(gate))  # runs before the one that the close wakes
+        gate.close(InFlight.DRAIN, "0-2")
+        await settle()
+        gate.open("0-2")
+        assert (await first).version == "0-2"
+        newcomer.cancel()
+
+    play(scene, Limits(max_waiting=1, wait_s=5.0))
 
 
 def test_a_waiter_that_gives_up_leaves_the_queue() -> None:

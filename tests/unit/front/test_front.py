@@ -211,6 +211,7 @@ def test_a_resume_ends_the_quiesce_and_its_late_end_pauses_nobody() -> None:
         assert await pausing in ("lease_expired", "replica_fenced")
         await p.front.idle()
         assert p.front.ready
+        assert "pause went on" not in p.work.calls
 
     play(scene)
 

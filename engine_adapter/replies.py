@@ -1,0 +1,123 @@
+"""One request as the gate sees it: which versions it accepts, and which version made which of its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+from engine_adapter.base import GenerateRequest
+from updater.core.errors import Failure
+from updater.core.version import START, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which versions a request accepts."""
+
+    minimum: Version | None = None
+    exact: Version | None = None
+
+    def accepts(self, label: str) -> bool:
+        if self.minimum is None and self.exact is None:
+            return True
+        try:
+            version = Version.parse(label)
+        except ValueError:
+            return False
+        return (self.minimum is None or version >= self.minimum) and (self.exact is None or version == self.exact)
+
+    @property
+    def particular(self) -> bool:
+        return self.minimum is not None or self.exact is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens `start` to `end` (half-open) of a reply were made by `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New tokens of a reply. The last piece has a finish reason; `failure` says why one that broke did."""
+
+    tokens: tuple[int, ...]
+    finish_reason: str | None = None
+    failure: Failure | None = None
+
+
+class Running:
+    """One admitted request. `spans` and `tokens` grow until the last piece was handed out."""
+
+    def __init__(self, request: GenerateRequest, wanted: Wanted, version: str) -> None:
+        self.request = request
+        self.wanted = wanted
+        self.version = version  # at dispatch; then of the last token
+        self.engine_id = request.request_id
+        self.tokens: list[int] = []
+        self.spans: list[Span] = []
+        self.cached_tokens = 0
+        self.finish_reason: str | None = None
+        self.failure: Failure | None = None
+        self.next_version: str | None = None  # the one switch that recompute or keep allows
+        self.requeue = False  # recompute: cancelled at the engine, to go on after the switch
+        self.resubmitted = 0
+        self.ended_by_update = False
+        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Every piece, the last one included."""
+        while True:
+            piece = await self._pieces.get()
+            yield piece
+            if piece.finish_reason is not None:
+                return
+
+    def take(self, tokens: tuple[int, ...], version: str) -> bool:
+        """Append tokens of `version`; False if that would mix versions without leave."""
+        if not tokens:
+            return True
+        last = self.spans[-1] if self.spans else None
+        if last is None and version not in (self.version, self.next_version):
+            return False
+        if last is not None and last.version != version:
+            if version != self.next_version:
+                return False
+            self.next_version = None
+            last = None
+        start, end = len(self.tokens), len(self.tokens) + len(tokens)
+        if last is None:
+            self.spans.append(Span(version, start, end))
+        else:
+            self.spans[-1] = replace(last, end=end)
+        self.version = version
+        self.tokens.extend(tokens)
+        return True
+
+    def hand_out(self, piece: Piece) -> None:
+        if self.finish_reason is not None:
+            return
+        self.finish_reason, self.failure = piece.finish_reason, piece.failure
+        self._pieces.put_nowait(piece)
+
+    def continuation(self) -> GenerateRequest:
+        """What is left to do, as a request of its own: the prompt and what was made so far."""
+        self.resubmitted += 1
+        self.engine_id = f"{self.request.request_id}.{self.resubmitted}"
+        return replace(
+            self.request,
+            request_id=self.engine_id,
+            prompt=self.request.prompt + tuple(self.tokens),
+            max_tokens=self.request.max_tokens - len(self.tokens),
+        )
+
+
+def version_of(label: str | int, current: str) -> Version:
+    """`run-step`, `start`, or a bare step of the run of `current`. Raises ValueError."""
+    if isinstance(label, str):
+        return Version.parse(label)
+    return replace(Version.parse(current) if current else START, step=label)
