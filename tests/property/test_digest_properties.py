@@ -14,7 +14,9 @@ from transports.digest import MASK, add, region_digest, tensor_digest
 from transports.dtypes import TORCH_DTYPES, itemsize
 
 NAMES = sorted(name for name in TORCH_DTYPES if name != "F4")
-shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)
+small = st.lists(st.integers(1, 9), max_size=4).map(tuple)
+wide = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(63, 66))
+shapes = st.one_of(small, small, wide)
 
 
 def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, bytes]:

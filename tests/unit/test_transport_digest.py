@@ -67,6 +67,21 @@ def test_joined_columns_taken_apart_in_every_dimension() -> None:
     assert total == tensor_digest(kernel)
 
 
+def test_rows_of_every_expert() -> None:
+    """A box over a middle dimension: its rows are not consecutive."""
+    experts = torch.randn(3, 6, 70, dtype=torch.float16)
+    boxes = [Box((0, low, 0), (3, size, 70)) for low, size in ((0, 2), (2, 4))]
+    parts = [region_digest(experts[box.slices()], experts.shape, "F16", box) for box in boxes]
+    assert add(*parts) == tensor_digest(experts)
+
+
+def test_memory_that_begins_inside_a_word() -> None:
+    flat = torch.randint(0, 1 << 15, (1 + 6 * 10,), dtype=torch.int16)
+    assert tensor_digest(flat[1:].view(6, 10)) == tensor_digest(flat[1:].clone().view(6, 10))
+    room = torch.randint(0, 1 << 15, (6, 11), dtype=torch.int16)
+    assert tensor_digest(room[:, :10]) == tensor_digest(room[:, :10].clone())
+
+
 def test_more_words_than_one_tile_and_one_table() -> None:
     """Long rows, many rows: every loop of the fast path goes round more than once."""
     long = torch.randint(0, 256, (1_300_001,), dtype=torch.uint8)
