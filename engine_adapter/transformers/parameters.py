@@ -16,29 +16,31 @@ def collect(model: nn.Module) -> dict[str, Parameter]:
     """Name -> parameter, in the module tree's order; ties once, under the first name. Non-persistent buffers (rotary
     tables) are computed, not fed."""
     names: dict[int, list[str]] = {}
-    first: dict[int, tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = {}
-    for name, tensor, rebind in _fed(model):
-        key = _local(tensor).data_ptr()
+    holders: dict[int, dict[int, torch.Tensor]] = {}
+    for name, tensor in _fed(model):
+        local = _local(tensor)
+        key = local.data_ptr() if local.numel() else -id(tensor)
         names.setdefault(key, []).append(name)
-        first.setdefault(key, (tensor, rebind))
+        holders.setdefault(key, {})[id(tensor)] = tensor
     return {
-        found[0]: Parameter(found[0], _local(first[key][0]), first[key][1], tuple(found[1:]))
+        found[0]: Parameter(
+            found[0], _local(next(iter(holders[key].values()))), _rebinder(holders[key]), tuple(found[1:])
+        )
         for key, found in names.items()
     }
 
 
 def held(model: nn.Module) -> dict[str, torch.Tensor]:
     """Name -> the tensor as the module holds it (a DTensor where it is sharded), for placements."""
-    return {name: tensor for name, tensor, _ in _fed(model)}
+    return dict(_fed(model))
 
 
-def _fed(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]]:
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield name, parameter, _rebinder(parameter)
+def _fed(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{key}" if prefix else key, buffer, _rebinder(buffer)
+                yield f"{prefix}.{key}" if prefix else key, buffer
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,17 +48,19 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.data
 
 
-def _rebinder(tensor: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """A tied tensor is one object under several names, so one call serves all of them."""
+def _rebinder(holders: dict[int, torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    """For all tensor objects over one storage: ties are usually one object, but need not be."""
 
     def rebind(new: torch.Tensor) -> None:
-        old = _local(tensor)
-        if (new.shape, new.dtype, new.device, new.stride()) != (old.shape, old.dtype, old.device, old.stride()):
-            raise ValueError(f"rebind needs {_form(old)}, got {_form(new)}")
-        if isinstance(tensor, DTensor):
-            tensor._local_tensor = new
-        else:
-            tensor.data = new
+        for tensor in holders.values():
+            old = _local(tensor)
+            if (new.shape, new.dtype, new.device, new.stride()) != (old.shape, old.dtype, old.device, old.stride()):
+                raise ValueError(f"rebind needs {_form(old)}, got {_form(new)}")
+        for tensor in holders.values():
+            if isinstance(tensor, DTensor):
+                tensor._local_tensor = new
+            else:
+                tensor.data = new
 
     return rebind
 

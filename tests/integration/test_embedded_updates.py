@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_adapter.models import SAFE_MARGIN, encode, make_versions, reference_tokens
+from engine_adapter.models import SAFE_MARGIN, ModelShape, encode, make_versions, reference_tokens
 from engine_adapter.rank_messages import RankPause, RankResume, RankStatus
 from tests.integration.embedded_driver import HANG_S, Replica
 from updater.core.errors import LiveweightsError
@@ -22,14 +22,23 @@ PROMPTS = [
 COUNT = 24
 
 
+SERVED = {"tp1": (1, ModelShape()), "tp2": (2, ModelShape(family="qwen3", tied=True))}
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def served(request: pytest.FixtureRequest) -> tuple[int, ModelShape]:
+    found: tuple[int, ModelShape] = SERVED[request.param]
+    return found
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
-    return make_versions(tmp_path_factory.mktemp("models"), 3, seed=21)
+def models(served: tuple[int, ModelShape], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
+    return make_versions(tmp_path_factory.mktemp("models"), 3, served[1], seed=21)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
-def shared(request: pytest.FixtureRequest, models: tuple[Path, ...]) -> Iterator[Replica]:
-    replica = Replica(models[0], request.param, pause_grace_s=1.0)
+@pytest.fixture(scope="module")
+def shared(served: tuple[int, ModelShape], models: tuple[Path, ...]) -> Iterator[Replica]:
+    replica = Replica(models[0], served[0], pause_grace_s=1.0)
     yield replica
     replica.close()
 
