@@ -62,8 +62,8 @@ class HandEngine:
 class HandWork:
     """`front.Ranks` played by hand. `calls`: what was asked, in order.
 
-    `hold(verb)` makes the next call of a verb wait for `release(verb)`, after which `calls` says that it went on; `fail[verb]` is raised by every call of it;
-    `mismatched` is what audits find. A vote observes `observed`.
+    `hold(verb)` makes the next call of a verb wait for `release(verb)`, after which `calls` says that it went on;
+    `fail[verb]` is raised by every call of it; `mismatched` is what audits find. A vote observes `observed`.
     """
 
     def __init__(self, observed: str = "d1") -> None:
