@@ -51,6 +51,13 @@ def test_every_fault_is_reported(tmp_path: Path) -> None:
     assert [file.readable for file in report.files] == [False, False, False]
 
 
+def test_an_index_that_does_not_fit_its_shards(tmp_path: Path) -> None:
+    write_sharded(tmp_path, SHARDS)
+    write_checkpoint(tmp_path / shard_name(2, 2), {"d": torch.ones(1)})
+    found = {(failure.code, failure.tensor) for failure in inspect(str(tmp_path)).faults}
+    assert found == {("index_mismatch", "c"), ("index_mismatch", "d")}
+
+
 @pytest.mark.parametrize("name", ["absent", ""])
 def test_no_checkpoint_is_a_fault(tmp_path: Path, name: str) -> None:
     report = inspect(str(tmp_path / name))
