@@ -31,7 +31,7 @@ from engine_adapter.rank_messages import (
     RankVerify,
 )
 from engine_adapter.testing.bare import BareEngine, BareReplica
-from engine_adapter.testing.small_models import manifest_of
+from engine_adapter.testing.small_models import checkpoint, manifest_of, replica
 from transports.base import Read, ReadReport
 from transports.digest import tensor_digest, to_hex
 from transports.testing import MemorySource, refused
@@ -141,6 +141,7 @@ def test_states_along_an_update(mode: InstallMode) -> None:
     assert (rank.state, rank.holds(1.0)) == (("staging", 1, ""), True)
     vote = rank.stage(1)
     assert (rank.state, rank.holds(1.0)) == (("staged", 1, ""), True)
+    assert rank.opened[-1].closed  # I6: a staged update may wait for long
     assert vote.changed == ("a", "b")
     assert rank.pause().staged_serial == 1
     rank.install(mode=mode)
@@ -486,6 +487,31 @@ def test_a_source_that_changed_while_being_read_is_refused() -> None:
     rank.plan(1)
     with refused("source_changed"):
         rank.agent.stage(RankStage(1, 9.0))
+
+
+def test_a_vote_does_not_outlive_the_bytes_it_was_about() -> None:
+    """I2: the spare was voted for update 1; then update 2 wrote into it and failed."""
+    rank = Rank()
+    rank.stage(1)
+    rank.source = Changing
+    rank.plan(2)
+    with refused("source_changed"):
+        rank.agent.stage(RankStage(2, 9.0))
+    assert rank.pause(1).staged_serial == 0
+    with refused("wrong_phase"):
+        rank.install(1)
+    assert rank.holds(1.0)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_recorded_digests_are_those_of_whole_parameters(size: int) -> None:
+    """Also of fused ones, that several whole tensors feed."""
+    made = replica(checkpoint(1), size)
+    made.update(1, "0-1")
+    for agent in made.agents:
+        found = agent.audit(RankAudit("live"))
+        assert (found.checked, found.mismatched) == (9, ())
+    made.check_previous(2, "start", "")
 
 
 def test_audit_of_both_sides() -> None:
