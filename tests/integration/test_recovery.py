@@ -250,6 +250,8 @@ def test_an_empty_journal_needs_an_explicit_adopt(tmp_path: Path) -> None:
             adopted = await second.post("/v1/fleet/adopt", {"members": members, "confirm": True})
             assert adopted.status_code == 200, adopted.text
             assert adopted.json()["live_version"] == "0-7"
+            # The epoch that fronts hear of is the one that this coordinator owns, above all that they have heard.
+            assert adopted.json()["epoch"] == second.coordinator._journal.epoch() == 2
             assert (await second.push(8)).status_code == 200
             assert [front.serving for front in fronts] == ["0-8", "0-8"]
             again = await second.post("/v1/fleet/adopt", {"members": members, "confirm": True})

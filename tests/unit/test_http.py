@@ -94,6 +94,7 @@ BOTH = Tokens(ADMIN, INFERENCE)
         ("/%68ealthz", "", 200),
         ("/healthz%2f..%2fv1/open", "", 401),
         ("/v1/open/", INFERENCE, 403),
+        ("/v1/open/", ADMIN, 404),
         ("/v1//open", INFERENCE, 403),
         ("/V1/open", INFERENCE, 403),
         ("/openapi.json", "", 401),
