@@ -121,10 +121,14 @@ def _replay(state: FleetState, records: Sequence[Record]) -> FleetState:
 
 def _with_members(state: FleetState, journal: Journal, reports: Reports) -> FleetState:
     known = {member.replica: member for member in journal.members}
-    published = {pair for record in journal.records for pair in record.members if record.kind is RecordKind.PUBLISHED}
+    # The publication of `start` admits nobody by itself.
+    updates = [record for record in journal.records if record.kind is RecordKind.PUBLISHED and record.update]
+    published = {pair for record in updates for pair in record.members}
     for replica in sorted({*known, *reports}):
         report = reports.get(replica)
         base = known.get(replica) or KnownMember(replica, "")
+        if report is not None and base.incarnation not in ("", report.incarnation):
+            continue  # that process is gone; the one in its place is no member before it joins
         state = state.with_member(_member(state, base, report, (replica, base.incarnation) in published))
     return state
 
@@ -243,7 +247,10 @@ def _stuck(last: Record, report: FrontStatus) -> bool:
 
 
 def _unrecorded(state: FleetState, reports: Sequence[FrontStatus]) -> Moved:
-    """Nothing was recorded of it: take back what a catch-up installed, reopen what is paused, drop what is staged."""
+    """Nothing was recorded of it: take back what a catch-up installed, reopen what is paused, drop what is staged. All
+    under a serial of its own: how the updates before ended is not said again.
+    """
+    state = replace(state, serial=state.serial + 1)
     installed = [report for report in reports if report.state in SHUT_INSTALLED]
     if installed:
         back = _leftover(state, Kind.CATCH_UP, installed)
@@ -290,6 +297,5 @@ def _leftover(state: FleetState, kind: Kind, reports: Sequence[FrontStatus]) -> 
         offer=None,
         manifest="",
         participants=tuple((report.replica, report.incarnation) for report in reports),
-        attempt=max(report.attempt for report in reports),
         failures=(RESTARTED,),
     )

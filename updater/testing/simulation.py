@@ -175,10 +175,6 @@ class Simulation:
             self.answers.append(Denied((plan.refusal,)))
             return
         self.state = plan.state
-        for member in plan.state.members:
-            self.disk.members[member.replica] = recovery.KnownMember(
-                member.replica, member.incarnation, member.url, member.config_hash
-            )
         self.disk.epoch, self.disk.serial = plan.state.epoch, max(self.disk.serial, plan.state.serial)
         self.note(f"coordinator: starts as epoch {plan.state.epoch}, {plan.state.phase.value}")
         self.do_effects(plan.effects)

@@ -34,7 +34,9 @@ def test_a_fleet_that_was_never_joined_just_starts() -> None:
 def test_epoch_and_serial_exceed_everything_that_was_ever_used() -> None:
     reports = {"a": status("a", FrontState.OPEN, "start", "base", epoch=7, serial=30), "b": None}
     found = recover("fleet", journal(BEGUN), reports)
-    assert (found.state.epoch, found.state.serial) == (8, 30)
+    assert (found.state.epoch, found.state.serial) == (8, 31)
+    assert found.state.update is not None
+    assert (found.state.update.serial, found.state.update.update) == (31, "")
 
 
 def test_who_serves_an_undecided_version_settles_it() -> None:
@@ -97,3 +99,19 @@ def test_the_source_of_a_version_that_was_rolled_back_to_is_known_again() -> Non
     assert found.state.highest == Version(0, 2)
     assert found.state.before is not None
     assert found.state.before.manifest_digest == "m2"
+
+
+def test_the_publication_of_start_admits_nobody_by_itself() -> None:
+    members = recover("fleet", journal(BEGUN), {"a": None, "b": None}).state.members
+    assert [(member.standing, member.admitted) for member in members] == [(Standing.LOST, False)] * 2
+    published = replace(DECIDED, kind=RecordKind.PUBLISHED)
+    members = recover("fleet", journal(BEGUN, published), {"a": None, "b": None}).state.members
+    assert all(member.admitted and member.owed for member in members)
+
+
+def test_a_process_in_the_place_of_a_member_is_no_member_before_it_joins() -> None:
+    reports = {
+        "a": status("a", FrontState.OPEN, "start", "base"),
+        "b": status("b", FrontState.JOINING, "start", "base", incarnation="b2"),
+    }
+    assert [member.replica for member in recover("fleet", journal(BEGUN), reports).state.members] == ["a"]
