@@ -115,11 +115,16 @@ def test_a_rank_that_cannot_build_its_engine_says_why_and_leaves(
 
 FRONT = """
 import asyncio, sys
+from engine_adapter.rank_messages import RankPause, RankStatus
 from engine_adapter.ranks import PoolSettings, RankPool
 
 async def main():
-    pool = RankPool(PoolSettings({factory!r}, {model!r}, 2), on_tokens=print, on_death=print)
+    settings = PoolSettings({factory!r}, {model!r}, 2, {{"fault": "hang:before:pause:1:1"}})
+    pool = RankPool(settings, on_tokens=print, on_death=print)
     await pool.start()
+    pausing = asyncio.create_task(pool.call("pause", RankPause(1, 60.0), deadline_s=3600.0))
+    await asyncio.sleep(0)
+    await pool.tell_first("status", RankStatus())
     print(*pool.pids, flush=True)
     await asyncio.sleep(3600)
 
@@ -128,6 +133,7 @@ asyncio.run(main())
 
 
 def test_ranks_do_not_outlive_a_front_that_was_killed(model: Path) -> None:
+    """Rank 0 stands idle, rank 1 hangs in a pause and would never look at its channel again."""
     code = FRONT.format(factory=TOY, model=str(model))
     front = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
@@ -140,4 +146,6 @@ def test_ranks_do_not_outlive_a_front_that_was_killed(model: Path) -> None:
         assert front.stdout is not None
         front.stdout.close()
     _, alive = psutil.wait_procs(ranks, timeout=20)
+    for rank in alive:
+        rank.kill()
     assert alive == []
