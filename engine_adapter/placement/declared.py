@@ -187,18 +187,18 @@ class _Analysis:
         feeds = self.feeds.get(parameter, [])
         if not self._complete(parameter, cut.layout, feeds):
             return
-        fills: dict[Box, None] = {}
+        fills: dict[FillRow, None] = {}  # once, however many tensors the parameter is made of
         copies: list[Row] = []
         for source, shard, _ in feeds:
             try:
                 for row in rows_of(self.specs[source], shard, parameter, target.shape, cut):
                     if isinstance(row, FillRow):
-                        fills[row.target_box] = None
+                        fills[row] = None
                     else:
                         copies.append(row)
             except LayoutError as error:
                 self._fail(error.code, f"{error} (parameter {parameter}, local shape {list(target.shape)})", source)
-        self.rows += [FillRow(parameter, box) for box in fills]
+        self.rows += fills
         self.rows += copies
 
     def _complete(self, parameter: str, layout: Layout, feeds: list[tuple[str, Shard, str]]) -> bool:
