@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,7 @@ import pytest
 from updater.core.errors import Failure
 from updater.manifest import Manifest, TensorEntry
 from updater.testing_fronts import SimulatedFront, digest_of, settle
-from updater.testing_service import LocalService
+from updater.testing_service import DEADLINES, LocalService
 
 Scenario = Callable[[LocalService], Awaitable[None]]
 
@@ -726,6 +727,21 @@ def test_a_member_that_dies_in_the_middle(tmp_path: Path, verb: str) -> None:
         assert one.serving == "start"
 
     run(tmp_path, scenario)
+
+
+def test_a_closed_port_is_noticed_without_a_probe(tmp_path: Path) -> None:
+    async def scenario(service: LocalService) -> None:
+        one, two = await service.join("one", "two")
+        two.deaf = True
+        pushed = asyncio.create_task(service.push(7))
+        await service.advance(5)
+        states = {m["replica"]: m["state"] for m in (await service.get("/v1/fleet")).json()["members"]}
+        assert states["two"] == "lost"
+        await service.advance(20)
+        assert (await pushed).json()["code"] == "replica_lost"
+        assert one.serving == "start"
+
+    run(tmp_path, scenario, deadlines=replace(DEADLINES, probe_every_s=1e6))
 
 
 def test_a_member_lost_while_resuming_does_not_undo_the_publication(tmp_path: Path) -> None:

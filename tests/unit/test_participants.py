@@ -16,7 +16,7 @@ from updater.http import problem
 from updater.participants import HttpParticipant, Refusal, Unreachable
 from updater.security import Tokens
 from updater.testing_fronts import ManualClock, SimulatedFront, front_app
-from updater.wire_http import Client
+from updater.wire_http import Client, TooLong
 
 TOKEN = "admin-token-0123"
 FENCE = FenceRequest(Fence("default", 1, 1, 1, "wrong"))
@@ -139,11 +139,16 @@ def test_what_cannot_be_read_says_nothing_about_the_replica(words: bytes) -> Non
 
 
 def test_an_endless_answer_is_cut_off() -> None:
-    server = Canned(answer(b"x" * (participants.MAX_REPLY + 1)))
+    server = Canned(answer(b"x" * 10), answer(b"x" * 11), answer(b"x" * (participants.MAX_REPLY + 1)))
 
-    async def use(client: HttpParticipant) -> None:
+    async def use(participant: HttpParticipant) -> None:
+        client = Client(participant.url)
+        assert await client.post("/x", b"{}", 10) == (200, b"x" * 10)
+        with pytest.raises(TooLong):
+            await client.post("/x", b"{}", 10)
+        await client.close()
         with pytest.raises(Unreachable):
-            await client.call("status", StatusRequest(), 20)
+            await participant.call("status", StatusRequest(), 20)
 
     asyncio.run(server.run(use))
 
