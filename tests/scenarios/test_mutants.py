@@ -12,6 +12,8 @@ from updater.testing import Machines
 from updater.testing.explorer import Explorer, Rates
 from updater.testing.sweep import COORDINATOR, check_point, points
 
+pytestmark = pytest.mark.slow  # together, not each
+
 SEEDS = 30
 
 
