@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,8 @@ def run(report: Path, *, keep: bool = False) -> bool:
     folder = Path(tempfile.mkdtemp(prefix="liveweights-demo-"))
     children = Children(folder)
     failed = ""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, children.interrupt)
     try:
         say("writing seven small checkpoints, and asking plain generate what each of them says")
         checkpoints = _checkpoints(folder)
@@ -79,6 +82,8 @@ def run(report: Path, *, keep: bool = False) -> bool:
         for child in children.running:
             cli_views.err.print(f"--- {child.name}\n{child.tail()}", markup=False)
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):  # what is being stopped is stopped to the end
+            signal.signal(number, signal.SIG_IGN)
         leftovers = children.stop()
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)

@@ -54,9 +54,28 @@ class Children:
 
     logs: Path
     running: list[Child] = field(default_factory=list)
+    _starting: bool = False
+    _interrupted: bool = False
+
+    def interrupt(self, number: int, _frame: object = None) -> None:
+        """A signal handler: ends the program by SystemExit, but never between a child's start and its being noted."""
+        self._interrupted = True
+        if not self._starting:
+            raise SystemExit(128 + number)
 
     def start(self, name: str, arguments: Sequence[str], port: int) -> Child:
         """Run `liveweights <arguments>`."""
+        self._starting = True
+        try:
+            child = self._start(name, arguments, port)
+            self.running.append(child)
+        finally:
+            self._starting = False
+        if self._interrupted:
+            raise SystemExit(128 + signal.SIGTERM)
+        return child
+
+    def _start(self, name: str, arguments: Sequence[str], port: int) -> Child:
         log = self.logs / f"{name}.log"
         with open(log, "wb") as stream:
             process = subprocess.Popen(
@@ -67,9 +86,7 @@ class Children:
                 env=_environment(),
                 start_new_session=True,
             )
-        child = Child(name, f"http://127.0.0.1:{port}", log, process)
-        self.running.append(child)
-        return child
+        return Child(name, f"http://127.0.0.1:{port}", log, process)
 
     def wait_ready(self, child: Child, path: str = "/readyz", deadline_s: float = READY_S) -> None:
         """Until the path answers 200. Raises ProcessFailed."""

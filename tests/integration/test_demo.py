@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,4 +49,43 @@ def test_demo_ends_without_a_mixed_reply(tmp_path: Path) -> None:
         assert (update["pause_ms"] is not None) == paused
         assert not paused or 0 < update["pause_ms"] < update["update_ms"]
     # Checkpoints, journal and logs are gone, and so is every process.
-    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    assert list(tmp_path.glob("liveweights-demo-*")) == []
+    assert _mentioning(str(tmp_path)) == []
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_demo_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
+    running = subprocess.Popen(
+        [sys.executable, "-m", "updater.cli", "demo", "--report", str(tmp_path / "report.json")],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stderr is not None
+    for line in running.stderr:
+        if line.startswith("starting a coordinator"):
+            break
+    until = time.monotonic() + 120
+    while not list(tmp_path.glob("*/pair.log")):
+        assert time.monotonic() < until
+    running.send_signal(signal.SIGTERM)
+    running.stderr.read()
+    assert running.wait(120) == 143
+    assert _mentioning(str(tmp_path)) == []
+    assert list(tmp_path.glob("liveweights-demo-*")) == []
+
+
+def _mentioning(text: str) -> list[str]:
+    """Command lines of processes that name a path."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if text in line:
+            found.append(line)
+    return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,25 @@ def test_one_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
         children.wait_ready(silent, deadline_s=0.2)
     children.stop()
     assert silent.process.returncode is not None
+
+
+def test_a_signal_during_a_start_waits_until_the_child_is_noted(tmp_path: Path) -> None:
+    class Interrupted(Children):
+        def _start(self, name: str, arguments: Sequence[str], port: int) -> Child:
+            self.interrupt(signal.SIGTERM)
+            made = child(Children(self.logs), "import signal; signal.pause()")
+            self.interrupt(signal.SIGTERM)
+            return made
+
+    children = Interrupted(tmp_path)
+    with pytest.raises(SystemExit):
+        children.start("child", [], 9)
+    (noted,) = children.running
+    assert children.stop() == []
+    assert noted.process.returncode is not None
+
+
+def test_a_signal_at_any_other_time_ends_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        Children(tmp_path).interrupt(signal.SIGTERM)
+    assert caught.value.code == 143
