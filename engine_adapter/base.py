@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from engine_adapter.placement.rows import Placement
 from updater.core.policy import CachePolicy, Capabilities
 from updater.manifest import TensorSpec
+
+if TYPE_CHECKING:  # a front knows boxes and messages, and needs no torch
+    import torch
 
 
 @dataclass(frozen=True, slots=True)

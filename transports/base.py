@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from updater.manifest import Manifest, TensorSpec
+
+if TYPE_CHECKING:  # a front knows boxes and messages, and needs no torch
+    import torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,6 +203,7 @@ class Coordinator:
             live_version=self.live_version,
             rollback_to=str(state.rollback_to.version) if state.rollback_to is not None else None,
             update=running,
+            sources_needed=_sources_needed(state),
             members=self.members(),
         )
 
@@ -245,3 +246,11 @@ class Coordinator:
         if text is None:
             raise self.desk.error(Failure("not_found", f"no manifest {digest}"))
         return text
+
+
+def _sources_needed(state: FleetState) -> list[str]:
+    """What a late joiner is caught up from, also after a rollback, and what the running and waiting updates read."""
+    offers = [version.offer for version in (state.live, state.before) if version is not None]
+    offers += [state.update.offer] if state.update is not None else []
+    offers += [begin.offer for begin in state.queue]
+    return sorted({offer.path for offer in offers if offer is not None})

@@ -208,10 +208,13 @@ class VersionState(BaseModel):
 
 
 class FleetState(BaseModel):
+    """`sources_needed`: paths that a late joiner or the running update may still be read from: do not delete them."""
+
     fleet: str
     epoch: int
     phase: str
     live_version: str | None
     rollback_to: str | None
     update: str | None
+    sources_needed: list[str]
     members: list[MemberState]

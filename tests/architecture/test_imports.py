@@ -113,7 +113,7 @@ def test_the_check_sees_a_forbidden_import(tmp_path: Path) -> None:
         ("updater.cli", ("torch", "transformers", "ray", "fastapi", "uvicorn")),
         ("updater.service", ("torch", "transformers", "ray")),
         ("trainer_side.client", ("torch", "transformers", "ray")),
-        ("engine_adapter.front", ("transformers", "ray")),
+        ("engine_adapter.launch", ("torch", "transformers", "ray")),
     ],
 )
 def test_importing_is_light(module: str, absent: tuple[str, ...]) -> None:

@@ -41,6 +41,23 @@ def one_failure(front: SimulatedFront, verb: str, failure: str) -> None:
 # --- the good path
 
 
+def test_the_fleet_says_which_sources_are_still_needed(tmp_path: Path) -> None:
+    """B022: a clean-up on a timer must know what a late joiner, also after a rollback, would be caught up from."""
+
+    async def scenario(service: LocalService) -> None:
+        await service.join("one")
+        seen = []
+        for step in (1, 2, 3):
+            assert (await service.push(step)).status_code == 200
+            needed = (await service.get("/v1/fleet")).json()["sources_needed"]
+            seen.append([Path(path).name for path in needed])
+        newest = [names[-1] for names in seen]
+        assert len(set(newest)) == 3
+        assert seen == [newest[:1], newest[:2], newest[1:]]
+
+    run(tmp_path, scenario)
+
+
 def test_a_path_and_a_version_are_enough(tmp_path: Path) -> None:
     async def scenario(service: LocalService) -> None:
         assert (await service.get("/readyz")).status_code == 503
