@@ -23,7 +23,11 @@ MODULES = (
     "members",
     "fleet",
     "recovery",
-    "replica_actions",
+    "replica_steps",
+    "replica_staging",
+    "replica_pause",
+    "replica_install",
+    "replica_operator",
     "replica_table",
     "replica",
 )
@@ -84,8 +88,8 @@ MUTANTS = (
             Change("table", "done=Phase.INVALIDATING,", "done=Phase.PUBLISHING,"),
             Change(
                 "replica_table",
-                'Row((S.INVALIDATED,), "resume", actions.resume_new',
-                'Row((S.INSTALLED, S.INVALIDATED), "resume", actions.resume_new',
+                'Row((S.INVALIDATED,), "resume", installing.resume_new',
+                'Row((S.INSTALLED, S.INVALIDATED), "resume", installing.resume_new',
             ),
             Change(
                 "replica_table",
@@ -117,7 +121,7 @@ MUTANTS = (
     Mutant(
         "a catch-up takes what it finds",
         (
-            Change("replica_actions", "if plan.digest and reply.observed != plan.digest:", "if False:"),
+            Change("replica_staging", "if plan.digest and reply.observed != plan.digest:", "if False:"),
             Change("votes", "if value != update.digest", "if False"),
             Change("votes", "if reply.staged_digest != update.digest:", "if False:"),
         ),
@@ -221,7 +225,7 @@ MUTANTS = (
     one(
         "tombstones are ignored",
         "replica",
-        "if event.verb in actions.FORWARD and state.tombstoned(event.fence):",
+        "if event.verb in steps.FORWARD and state.tombstoned(event.fence):",
         "if False:",
     ),
     one(
@@ -234,7 +238,7 @@ MUTANTS = (
         "the lease runs on while ranks install",
         (
             Change(
-                "replica_actions",
+                "replica_install",
                 "state=FrontState.INSTALLING, lease_end=None, old=state.live)",
                 "state=FrontState.INSTALLING, old=state.live)",
             ),
@@ -247,42 +251,42 @@ MUTANTS = (
     ),
     one(
         "an install is not compared and set",
-        "replica_actions",
-        "    return _begin(state, event, ClearLease())",
-        "    return _begin(replace(state, state=FrontState.PAUSED), event, ClearLease())",
+        "replica_install",
+        "    return begin(state, event, ClearLease())",
+        "    return begin(replace(state, state=FrontState.PAUSED), event, ClearLease())",
     ),
-    one("a repeated request runs twice", "replica_actions", "    if work is None or (", "    if True or ("),
+    one("a repeated request runs twice", "replica_steps", "    if work is None or (", "    if True or ("),
     one(
         "a restore does not wait for ranks to stop",
-        "replica_actions",
+        "replica_install",
         'if state.postponed is None or state.work("install") or state.work("invalidate"):',
         "if state.postponed is None:",
     ),
     one(
         "a restore leaves the label",
-        "replica_actions",
+        "replica_install",
         "        live=state.old or state.live,\n",
         "        live=state.live,\n",
     ),
     one(
         "a lease that ends leaves the admission shut",
-        "replica_actions",
-        "    return _reopen(_bury(state, fence), fence, ())",
-        "    return replace(_bury(state, fence), lease_end=None), (ClearLease(),)",
+        "replica_pause",
+        "    return reopen(bury(state, fence), fence, ())",
+        "    return replace(bury(state, fence), lease_end=None), (ClearLease(),)",
     ),
     one(
         "a joiner opens without being asked",
-        "replica_actions",
-        "    return _bury(state, event.fence), _ack(event)\n\n\n# --- the way back",
-        "    opened = replace(_bury(state, event.fence), state=FrontState.OPEN)\n"
-        "    return opened, (OpenAdmission(state.live.version, state.live.digest), *_ack(event))\n\n\n# ---",
+        "replica_install",
+        "    return bury(state, event.fence), ack(event)\n\n\n# --- the way back",
+        "    opened = replace(bury(state, event.fence), state=FrontState.OPEN)\n"
+        "    return opened, (OpenAdmission(state.live.version, state.live.digest), *ack(event))\n\n\n# ---",
     ),
     one(
-        "a join is not compared", "replica_actions", "    if state.live.digest != request.digest:\n", "    if False:\n"
+        "a join is not compared", "replica_staging", "    if state.live.digest != request.digest:\n", "    if False:\n"
     ),
     one(
         "discarding keeps the staging",
-        "replica_actions",
+        "replica_staging",
         "    if state.plan is None and state.spare.state in (SpareState.EMPTY, SpareState.PREVIOUS):\n",
         "    if True:\n",
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from updater.core import replica_actions as actions
+from updater.core import replica_steps as steps
 from updater.core.errors import Failure
 from updater.core.participant import FrontState
 from updater.core.replica_state import (
@@ -53,7 +53,7 @@ def _handle(state: ReplicaState, event: ReplicaEvent, now: float) -> Step:
         return _apply(state, "a rank dies", event, now)
     if isinstance(event, Asked):
         return _asked(state, event, now)
-    if actions.running(state, event) is None:
+    if steps.running(state, event) is None:
         return state, ()  # cancelled, or of another life
     return _apply(state, f"{event.verb} {'done' if isinstance(event, Done) else 'failed'}", event, now)
 
@@ -64,10 +64,10 @@ def _asked(state: ReplicaState, event: Asked, now: float) -> Step:
     if problem is not None:
         return state, (Refuse(event.verb, event.fence, (problem,)),)
     state = replace(state, fleet=event.fence.fleet, mark=max(state.mark, event.fence.order()))
-    if event.verb in actions.FORWARD and state.tombstoned(event.fence):
+    if event.verb in steps.FORWARD and state.tombstoned(event.fence):
         dead = Failure("replica_fenced", f"serial {event.fence.serial} was given up by attempt {event.fence.attempt}")
         return state, (Refuse(event.verb, event.fence, (dead,)),)
-    repeated = actions.repeated(state, event)
+    repeated = steps.repeated(state, event)
     return repeated if repeated is not None else _apply(state, event.verb, event, now)
 
 

@@ -6,7 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from updater.core import replica_actions as actions
+from updater.core import replica_install as installing
+from updater.core import replica_operator as operating
+from updater.core import replica_pause as pausing
+from updater.core import replica_staging as staging
+from updater.core import replica_steps as steps
 from updater.core.participant import FrontState as S
 from updater.core.replica_state import ReplicaState, Step
 
@@ -33,57 +37,57 @@ ALIVE = tuple(state for state in S if state is not S.BROKEN)
 
 ROWS = (
     # admission
-    Row((S.JOINING,), "join", actions.join, (S.JOINING,)),
-    Row((S.JOINING,), "join done", actions.join_done, (S.OPEN,)),
-    Row((S.OPEN,), "join", actions.join_again, (S.OPEN,)),
+    Row((S.JOINING,), "join", staging.join, (S.JOINING,)),
+    Row((S.JOINING,), "join done", staging.join_done, (S.OPEN,)),
+    Row((S.OPEN,), "join", staging.join_again, (S.OPEN,)),
     # staging goes on beside serving
-    Row(SERVING, "plan", actions.plan, SERVING),
-    Row(SERVING, "stage", actions.stage, SERVING),
-    Row(SERVING, "seal", actions.seal, SERVING),
-    Row(SERVING, "verify", actions.verify, SERVING),
-    Row(SERVING, "plan done", actions.plan_done, SERVING),
-    Row(SERVING, "stage done", actions.stage_done, SERVING),
-    Row(SERVING, "verify done", actions.verify_done, SERVING),
+    Row(SERVING, "plan", staging.plan, SERVING),
+    Row(SERVING, "stage", staging.stage, SERVING),
+    Row(SERVING, "seal", staging.seal, SERVING),
+    Row(SERVING, "verify", staging.verify, SERVING),
+    Row(SERVING, "plan done", staging.plan_done, SERVING),
+    Row(SERVING, "stage done", staging.stage_done, SERVING),
+    Row(SERVING, "verify done", staging.verify_done, SERVING),
     # the pause and its lease
-    Row(SERVING, "pause", actions.pause, (*SERVING, S.CLOSING)),
-    Row((S.CLOSING,), "pause done", actions.quiesced, (S.PAUSED,)),
-    Row((S.CLOSING,), "pause failed", actions.failed, (S.CLOSING,)),
-    Row((S.PAUSED,), "pause", actions.pause_again, (S.PAUSED,)),
-    Row(SHUT_UNINSTALLED, "renew", actions.renew, SHUT_UNINSTALLED),
-    Row(SHUT_UNINSTALLED, "lease ends", actions.lease_ends, SHUT_UNINSTALLED),
-    Row(SHUT_UNINSTALLED, "resume", actions.reopen_old, SHUT_UNINSTALLED),
-    Row(SHUT_UNINSTALLED, "resume done", actions.reopened, REOPENED),
-    Row(SHUT_UNINSTALLED, "resume failed", actions.reopen_failed, SHUT_UNINSTALLED),
+    Row(SERVING, "pause", pausing.pause, (*SERVING, S.CLOSING)),
+    Row((S.CLOSING,), "pause done", pausing.quiesced, (S.PAUSED,)),
+    Row((S.CLOSING,), "pause failed", steps.failed, (S.CLOSING,)),
+    Row((S.PAUSED,), "pause", pausing.pause_again, (S.PAUSED,)),
+    Row(SHUT_UNINSTALLED, "renew", pausing.renew, SHUT_UNINSTALLED),
+    Row(SHUT_UNINSTALLED, "lease ends", pausing.lease_ends, SHUT_UNINSTALLED),
+    Row(SHUT_UNINSTALLED, "resume", pausing.reopen_old, SHUT_UNINSTALLED),
+    Row(SHUT_UNINSTALLED, "resume done", pausing.reopened, REOPENED),
+    Row(SHUT_UNINSTALLED, "resume failed", pausing.reopen_failed, SHUT_UNINSTALLED),
     # installation
-    Row((S.PAUSED,), "install", actions.install, (S.PAUSED, S.INSTALLING)),
-    Row((S.INSTALLING,), "install done", actions.installed, (S.INSTALLED, S.RESTORING)),
-    Row((S.INSTALLING,), "install failed", actions.install_failed, (S.INSTALLING, S.RESTORING)),
-    Row((S.INSTALLED, S.INVALIDATED), "install", actions.acknowledge_same, (S.INSTALLED, S.INVALIDATED)),
-    Row((S.INSTALLED,), "invalidate", actions.invalidate, (S.INSTALLED,)),
-    Row((S.INSTALLED,), "invalidate done", actions.invalidated, (S.INVALIDATED, S.RESTORING)),
-    Row((S.INSTALLED,), "invalidate failed", actions.invalidate_failed, (S.INSTALLED, S.RESTORING)),
-    Row((S.INVALIDATED,), "invalidate", actions.acknowledge_same, (S.INVALIDATED,)),
+    Row((S.PAUSED,), "install", installing.install, (S.PAUSED, S.INSTALLING)),
+    Row((S.INSTALLING,), "install done", installing.installed, (S.INSTALLED, S.RESTORING)),
+    Row((S.INSTALLING,), "install failed", installing.install_failed, (S.INSTALLING, S.RESTORING)),
+    Row((S.INSTALLED, S.INVALIDATED), "install", installing.acknowledge_same, (S.INSTALLED, S.INVALIDATED)),
+    Row((S.INSTALLED,), "invalidate", installing.invalidate, (S.INSTALLED,)),
+    Row((S.INSTALLED,), "invalidate done", installing.invalidated, (S.INVALIDATED, S.RESTORING)),
+    Row((S.INSTALLED,), "invalidate failed", installing.invalidate_failed, (S.INSTALLED, S.RESTORING)),
+    Row((S.INVALIDATED,), "invalidate", installing.acknowledge_same, (S.INVALIDATED,)),
     # publication
-    Row((S.INVALIDATED,), "resume", actions.resume_new, (S.INVALIDATED,)),
-    Row((S.INVALIDATED,), "resume done", actions.published, (S.OPEN,)),
-    Row((S.INVALIDATED,), "resume failed", actions.resume_failed, (S.INVALIDATED,)),
-    Row((S.OPEN,), "resume", actions.resume_again, (S.OPEN,)),
-    Row((S.JOINING,), "resume", actions.resume_joining, (S.JOINING,)),
+    Row((S.INVALIDATED,), "resume", installing.resume_new, (S.INVALIDATED,)),
+    Row((S.INVALIDATED,), "resume done", installing.published, (S.OPEN,)),
+    Row((S.INVALIDATED,), "resume failed", installing.resume_failed, (S.INVALIDATED,)),
+    Row((S.OPEN,), "resume", installing.resume_again, (S.OPEN,)),
+    Row((S.JOINING,), "resume", installing.resume_joining, (S.JOINING,)),
     # the way back
-    Row(INSTALLED, "restore", actions.restore, (*INSTALLED, S.RESTORING)),
-    Row((S.RESTORING,), "restore done", actions.restored, (S.PAUSED,)),
-    Row((S.RESTORING,), "restore failed", actions.restore_failed, (S.QUARANTINED,)),
-    Row((*SERVING, *SHUT_UNINSTALLED), "restore", actions.restore_nothing, (*SERVING, *SHUT_UNINSTALLED)),
-    Row((*SERVING, *SHUT_UNINSTALLED), "restore done", actions.discarded, (*SERVING, *SHUT_UNINSTALLED)),
-    Row((*SERVING, *SHUT_UNINSTALLED), "restore failed", actions.discard_failed, (*SERVING, *SHUT_UNINSTALLED)),
+    Row(INSTALLED, "restore", installing.restore, (*INSTALLED, S.RESTORING)),
+    Row((S.RESTORING,), "restore done", installing.restored, (S.PAUSED,)),
+    Row((S.RESTORING,), "restore failed", installing.restore_failed, (S.QUARANTINED,)),
+    Row((*SERVING, *SHUT_UNINSTALLED), "restore", installing.restore_nothing, (*SERVING, *SHUT_UNINSTALLED)),
+    Row((*SERVING, *SHUT_UNINSTALLED), "restore done", staging.discarded, (*SERVING, *SHUT_UNINSTALLED)),
+    Row((*SERVING, *SHUT_UNINSTALLED), "restore failed", staging.discard_failed, (*SERVING, *SHUT_UNINSTALLED)),
     # the end of staging
-    Row((*SERVING, *SHUT_UNINSTALLED), "discard", actions.discard, (*SERVING, *SHUT_UNINSTALLED)),
-    Row((*SERVING, *SHUT_UNINSTALLED), "discard done", actions.discarded, (*SERVING, *SHUT_UNINSTALLED)),
-    Row((*SERVING, *SHUT_UNINSTALLED), "discard failed", actions.discard_failed, (*SERVING, *SHUT_UNINSTALLED)),
+    Row((*SERVING, *SHUT_UNINSTALLED), "discard", pausing.discard, (*SERVING, *SHUT_UNINSTALLED)),
+    Row((*SERVING, *SHUT_UNINSTALLED), "discard done", staging.discarded, (*SERVING, *SHUT_UNINSTALLED)),
+    Row((*SERVING, *SHUT_UNINSTALLED), "discard failed", staging.discard_failed, (*SERVING, *SHUT_UNINSTALLED)),
     # whatever work fails in a state that keeps its meaning
-    Row((S.JOINING,), "join failed", actions.failed_once, (S.JOINING,)),
-    Row(SERVING, "plan failed", actions.failed, SERVING),
-    Row(SERVING, "stage failed", actions.stage_failed, SERVING),
-    Row(SERVING, "verify failed", actions.failed, SERVING),
-    Row(ALIVE, "a rank dies", actions.rank_died, (S.BROKEN,)),
+    Row((S.JOINING,), "join failed", steps.failed, (S.JOINING,)),
+    Row(SERVING, "plan failed", steps.failed, SERVING),
+    Row(SERVING, "stage failed", steps.failed, SERVING),
+    Row(SERVING, "verify failed", steps.failed, SERVING),
+    Row(ALIVE, "a rank dies", operating.rank_died, (S.BROKEN,)),
 )
