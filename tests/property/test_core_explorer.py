@@ -11,8 +11,8 @@ from updater.core.events import BackoffEnded, Deadline, Event, LeaseExpired, Los
 from updater.core.participant import Ack
 from updater.core.state import FleetState, Phase
 from updater.testing.explorer import Explorer, Rates
-from updater.testing.replica import Violation
 from updater.testing.sweep import COORDINATOR, HISTORIES, check_point, points
+from updater.testing.values import Violation
 
 FACTORS = (0.0, 1.0, 3.0)
 

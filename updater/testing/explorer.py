@@ -10,8 +10,9 @@ from updater.core.events import AbortRequested, CommitRequested, LeaseExpired, S
 from updater.core.participant import FrontState
 from updater.core.policy import CachePolicy, CommitMode, InFlight, OnBusy, Policy
 from updater.core.version import Version
-from updater.testing.replica import Source
-from updater.testing.simulation import Action, Machines, Simulation
+from updater.testing.shell import Action, Machines
+from updater.testing.simulation import Simulation
+from updater.testing.values import Source
 
 FAULTS = ("plan", "stage", "verify", "pause", "install", "invalidate", "restore", "resume", "discard", "join")
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from updater.core.events import AbortRequested
 from updater.core.policy import CommitMode, Policy
 from updater.core.state import Phase
-from updater.testing.simulation import Machines, Simulation
+from updater.testing.shell import Machines
+from updater.testing.simulation import Simulation
 
 COORDINATOR = "coordinator"
 History = Callable[[Simulation], None]

@@ -1,0 +1,208 @@
+"""Everything that can happen in a simulation, as data: each `Action` names a method `do_<kind>`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from updater.core import events
+from updater.core.effects import (
+    Accepted,
+    Denied,
+    Effect,
+)
+from updater.core.errors import Failure
+from updater.core.participant import DiskOffer, Kind
+from updater.core.replica_state import Asked, LeaseTimer, RankDied
+from updater.core.state import Phase
+from updater.testing.promises import Watched
+from updater.testing.shell import Action, short
+from updater.testing.values import Source, Violation
+
+
+class Happenings(Watched):
+    """`actions`, `timers` and `retries` list what may happen next; `perform` lets one thing happen."""
+
+    # --- clients
+
+    def join(self, name: str) -> Effect | None:
+        process = self.replicas[name]
+        known = self.state.member(name) if self.state else None
+        gone = known is not None and known.incarnation != process.incarnation
+        self.feed(events.Joined(process.describe(self.now), old_gone=gone))
+        return self.answers[-1] if self.answers else None
+
+    def begin(self, update: str, step: int, *, content: str | None = None, manifest: str = "", **rest: Any) -> Effect:
+        """Ask for step `step` of the current run, from a path that holds `content`."""
+        path = f"/{update}"
+        self.sources[path] = Source(content or f"bytes-{update}")
+        event = events.Begin(update, update, step=step, offer=DiskOffer(path), manifest=manifest, **rest)
+        return self.ask(event)
+
+    def rollback(self, update: str, **rest: Any) -> Effect:
+        return self.ask(events.Begin(update, update, kind=Kind.ROLLBACK, **rest))
+
+    def ask(self, event: events.ClientEvent) -> Effect:
+        """A client's event; its one answer."""
+        count = len(self.answers)
+        self.note(f"client: {type(event).__name__} {getattr(event, 'update', getattr(event, 'replica', ''))}".rstrip())
+        self.feed(event)
+        given = self.answers[count:]
+        if self.state is not None and len(given) != 1:
+            raise Violation("I9", f"{type(event).__name__} was answered {len(given)} times")
+        if given and isinstance(given[0], Accepted) and isinstance(event, events.Begin) and self.state is not None:
+            self.open_updates.add(event.update)
+            self.open_updates -= {result.update for result in self.results}
+        self.check()
+        return given[0] if given else Denied((Failure("coordinator_restarted", "died before it answered"),))
+
+    # --- what may happen
+
+    def actions(self) -> list[Action]:
+        """Everything that can happen next without anybody outside doing anything, most natural first."""
+        found = [Action("recorded")] if self.durable else []
+        found += [Action("deliver", (packet.number,)) for packet in self.wire]
+        found += [Action("work", (p.name, queue)) for p in self.replicas.values() if p.alive for queue in p.jobs]
+        return found
+
+    def timers(self) -> list[Action]:
+        """Deadlines, back-offs and leases that may run out."""
+        found = [Action("backoff")] if self.backoff and self.state else []
+        found += [Action("deadline")] if self.deadline and self.state else []
+        if self.state and self.state.phase is Phase.READY and not self.backoff:
+            found.append(Action("update_lease"))
+        found += [Action("lease", (p.name,)) for p in self.replicas.values() if p.alive and p.lease_timer is not None]
+        return found
+
+    def retries(self) -> list[Action]:
+        """Sends that were not answered may go out again."""
+        return [Action("retry", (name,)) for name in sorted(self.outbox)]
+
+    def perform(self, action: Action) -> None:
+        """Let it happen, then check every promise."""
+        self.happenings += 1
+        if self.dies_at is not None and self.happenings > self.dies_at[0]:
+            victim, self.dies_at = self.dies_at[1], None
+            self.do_die(victim)
+            if action not in self.actions():
+                return
+        getattr(self, f"do_{action.kind}")(*action.args)
+        self.check()
+
+    def do_recorded(self) -> None:
+        self.feed(self.durable.pop(0))
+
+    def do_deliver(self, number: int, keep: bool = False) -> None:
+        """`keep`: the network delivers it once more later."""
+        packet = next(each for each in self.wire if each.number == number)
+        if not keep:
+            self.wire.remove(packet)
+        if packet.to:
+            process = self.replicas.get(packet.to)
+            if process is not None and process.alive:
+                self.note(f"-> {packet.to}: {packet.payload.verb} {short(packet.payload.fence)}")
+                process.handle(Asked(packet.payload.verb, packet.payload.request), self.now)
+            return
+        event = packet.payload
+        if self.state is None or packet.epoch != self.state.epoch:
+            return
+        if isinstance(event, events.Replied | events.Refused):
+            said = "ok" if isinstance(event, events.Replied) else event.failures[0].code
+            self.note(f"<- {event.replica}: {event.verb} {short(event.fence)} {said}")
+            send = self.outbox.get(event.replica)
+            if send is not None and (send.verb, send.fence) == (event.verb, event.fence):
+                del self.outbox[event.replica]
+        self.feed(event)
+
+    def do_drop(self, number: int) -> None:
+        self.wire = [packet for packet in self.wire if packet.number != number]
+
+    def do_repeat(self, number: int) -> None:
+        self.do_deliver(number, keep=True)
+
+    def do_work(self, name: str, queue: str) -> None:
+        self.replicas[name].advance(queue, self.now)
+
+    def do_fault(self, name: str, verb: str, code: str = "rank_failed", after: int = 0) -> None:
+        """The next `verb` work of this replica fails when `after` ranks have done theirs."""
+        self.replicas[name].faults[verb] = (Failure(code, "injected"), after)
+
+    def do_retry(self, name: str) -> None:
+        self._transmit(self.outbox[name])
+
+    def do_deadline(self) -> None:
+        event, self.deadline = self.deadline, None
+        self.note("clock: deadline")
+        if event is not None:
+            self.feed(event)
+
+    def do_backoff(self) -> None:
+        event, self.backoff = self.backoff, None
+        self.note("clock: back-off ends")
+        if event is not None:
+            self.feed(event)
+
+    def do_update_lease(self) -> None:
+        """The client that should have committed went away."""
+        if self.state is not None and self.state.update is not None:
+            self.note("clock: update lease is over")
+            self.feed(events.LeaseExpired(self.state.update.update))
+
+    def do_lease(self, name: str) -> None:
+        """Time passes until this lease is over, and its timer fires."""
+        process = self.replicas[name]
+        self.do_pass_lease(name)
+        process.handle(LeaseTimer(), self.now)
+
+    def do_pass_lease(self, name: str) -> None:
+        """Time passes, but the timer is late: only handling a message notices."""
+        self.now = max(self.now, self.replicas[name].lease_timer or self.now)
+        self.note(f"clock: lease of {name} is over")
+
+    def do_lost(self, name: str) -> None:
+        member = self.state.member(name) if self.state else None
+        if member is not None:
+            self.note(f"coordinator: {name} is out of reach")
+            self.feed(events.Lost(name, member.incarnation, Failure("replica_lost", "no answer", replica=name)))
+
+    def do_poll(self, name: str) -> None:
+        """A status is read now and arrives whenever the network likes."""
+        process = self.replicas[name]
+        if process.alive and self.state is not None:
+            self._put("", events.Seen(name, process.describe(self.now).status))
+
+    def do_die(self, name: str) -> None:
+        self.note(f"{name}: dies")
+        self.replicas[name].die()
+
+    def do_rank_dies(self, name: str) -> None:
+        self.note(f"{name}: a rank dies")
+        self.replicas[name].handle(RankDied(Failure("rank_died", "injected", replica=name, rank=1)), self.now)
+
+    def do_reborn(self, name: str) -> None:
+        self.start_replica(name)
+
+    def do_join(self, name: str) -> None:
+        self.join(name)
+
+    def do_remove(self, name: str) -> None:
+        """An operator confirms that a process is dead, which it is."""
+        self.ask(events.Left(name, dead=True))
+        self.disk.members.pop(name, None)
+
+    def do_crash(self) -> None:
+        self.crash()
+
+    def do_crash_in(self, effects: int) -> None:
+        self.crash_in = effects
+
+    def do_restart(self, silent: tuple[str, ...] = ()) -> None:
+        self.restart(frozenset(silent))
+
+    def do_generate(self, name: str) -> None:
+        self.requests += 1
+        token = self.replicas[name].generate(self.requests // 3, self.requests % 2)
+        if token is None:
+            return
+        last = self.published
+        if last is None or (token.label, set(token.made_by)) != (str(last.version), {last.digest}):
+            raise Violation("I3", f"{name} answers {token.label} made by {token.made_by}")
