@@ -290,6 +290,32 @@ MUTANTS = (
         "    if state.plan is None and state.spare.state in (SpareState.EMPTY, SpareState.PREVIOUS):\n",
         "    if True:\n",
     ),
+    one(
+        "a failed audit goes on serving",
+        "replica_operator",
+        "    after, effects = _out_of_service(state, FrontState.QUARANTINED, event.failure)\n",
+        "    after, effects = state, ()\n",
+    ),
+    one("a lost copy stays the way back", "replica_operator", "spare=EMPTY, reached=", "reached="),
+    one(
+        "a readmission opens by itself",
+        "replica_operator",
+        "    return fresh, (Rejoin(), *answers)",
+        "    opened = OpenAdmission(fresh.live.version, fresh.live.digest)\n"
+        "    return replace(fresh, state=FrontState.OPEN), (Rejoin(), opened, *answers)",
+    ),
+    one(
+        "a readmission forgets what was taken back",
+        "replica_operator",
+        "        live=state.old or state.live,\n",
+        "        live=state.live,\n",
+    ),
+    one(
+        "a readmission is the same life",
+        "replica_operator",
+        "incarnation=request.incarnation",
+        "incarnation=state.incarnation",
+    ),
 )
 
 

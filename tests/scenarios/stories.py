@@ -867,6 +867,84 @@ def an_abort_comes_too_late_after_the_decision(sim: Simulation) -> None:
     rest(sim)
 
 
+@story
+def an_audit_shuts_a_replica_until_it_proves_itself(sim: Simulation) -> None:
+    """An audit erred, an operator has it repeated, and the replica joins again with the bytes that it has."""
+    fleet(sim)
+    sim.begin("v0", 0)
+    sim.settle()
+    sim.do_audit_fails("b", rotten=False)
+    assert serving(sim) == {"a": "0-0", "b": ""}
+    sim.do_poll("b")
+    sim.settle()
+    assert standing(sim, "b") is Standing.QUARANTINED
+    assert sim.state is not None
+    assert sim.state.rollback_to is not None  # of those that serve
+    sim.begin("v1", 1)
+    sim.settle()
+    ended(sim, Outcome.COMMITTED)
+    assert serving(sim) == {"a": "0-1", "b": ""}
+    sim.do_readmit("b")
+    sim.settle()
+    assert serving(sim)["b"] == ""  # proven is not admitted
+    sim.join("b")
+    sim.settle()
+    assert serving(sim) == {"a": "0-1", "b": "0-1"}
+    rest(sim)
+
+
+@story
+def rotten_bytes_are_not_readmitted(sim: Simulation) -> None:
+    """In the middle of a publication, and only another process helps."""
+    fleet(sim)
+    sim.begin("v0", 0)
+    sim.run(until=Phase.STAGING)
+    sim.do_audit_fails("b")
+    sim.settle()
+    ended(sim, Outcome.ABORTED, "tensor_digest")
+    sim.do_readmit("b")
+    sim.settle()
+    assert sim.replicas["b"].state.state is FrontState.QUARANTINED
+    assert serving(sim) == {"a": "start", "b": ""}
+    rest(sim)
+
+
+@story
+def a_restore_that_failed_is_finished_by_a_readmission(sim: Simulation) -> None:
+    """One rank was taken back and the other was not: nobody may serve that, and a readmission ends it."""
+    fleet(sim)
+    sim.do_fault("b", "invalidate", "cache_not_reset")
+    sim.do_fault("b", "restore", "rank_failed", after=1)
+    sim.begin("v0", 0)
+    sim.settle()
+    ended(sim, Outcome.ROLLED_BACK, "cache_not_reset")
+    assert sim.replicas["b"].state.state is FrontState.QUARANTINED
+    assert len({rank.live for rank in sim.replicas["b"].ranks}) == 2
+    sim.do_readmit("b")
+    sim.settle()
+    assert {rank.live for rank in sim.replicas["b"].ranks} == {"base"}
+    sim.join("b")
+    sim.settle()
+    assert serving(sim) == {"a": "start", "b": "start"}
+    rest(sim)
+
+
+@story
+def a_lost_copy_empties_the_way_back(sim: Simulation) -> None:
+    fleet(sim)
+    sim.begin("v0", 0)
+    sim.settle()
+    assert sim.state is not None
+    assert sim.state.rollback_to is not None
+    sim.do_spare_lost("b")
+    sim.do_poll("b")
+    sim.settle()
+    assert sim.state.rollback_to is None
+    assert code(sim.rollback("back")) == "no_rollback"
+    assert serving(sim) == {"a": "0-0", "b": "0-0"}
+    rest(sim)
+
+
 def last_phase(sim: Simulation) -> Phase | None:
     return sim.state.phase if sim.state else None
 

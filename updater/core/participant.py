@@ -120,6 +120,23 @@ class RankInfo:
     device: str = "cpu"
 
 
+class ReleaseTo(StrEnum):
+    """What an operator opens a replica on whose coordinator is gone: what is installed, or what served before."""
+
+    LIVE = "live"
+    PREVIOUS = "previous"
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """An operator opened this replica by hand, on `version`, in the middle of (serial, attempt)."""
+
+    to: ReleaseTo
+    version: str
+    serial: int
+    attempt: int
+
+
 @dataclass(frozen=True, slots=True)
 class FrontStatus:
     """Everything a coordinator may know of a replica. `live_version` is a label; digests are content digests."""
@@ -140,6 +157,7 @@ class FrontStatus:
     lease_left_s: float | None = None
     staged_serial: int = 0
     failure: Failure | None = None
+    released: Released | None = None  # until a coordinator has published since
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +323,25 @@ class FenceRequest:
     """A verb that needs nothing but its fence: seal, renew, install, restore."""
 
     fence: Fence
+
+
+# --- asked by an operator of one replica, not by its coordinator: `POST /replica/v1/{verb}`
+
+
+@dataclass(frozen=True, slots=True)
+class ReadmitRequest:
+    """Take a quarantined replica back if every rank proves one version: it joins again as `incarnation`."""
+
+    fence: Fence
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseRequest:
+    """Open a replica that has installed and whose coordinator is gone."""
+
+    fence: Fence
+    to: ReleaseTo
 
 
 #: verb -> (request type, reply type)

@@ -15,12 +15,14 @@ from updater.core.errors import Failure
 from updater.core.participant import FrontState
 from updater.core.replica_state import (
     Asked,
+    AuditFailed,
     Done,
     LeaseTimer,
     RankDied,
     Refuse,
     ReplicaEvent,
     ReplicaState,
+    SpareLost,
     Step,
     started,
     status,
@@ -29,6 +31,7 @@ from updater.core.replica_table import ROWS
 
 __all__ = ["ReplicaState", "started", "status", "step"]
 
+_HAPPENINGS = {RankDied: "a rank dies", AuditFailed: "an audit fails", SpareLost: "the spare is lost"}
 _BY_TRIGGER = {(source, row.trigger): row for row in ROWS for source in row.sources}
 
 
@@ -49,8 +52,8 @@ def _end_lease(state: ReplicaState, now: float) -> Step:
 def _handle(state: ReplicaState, event: ReplicaEvent, now: float) -> Step:
     if isinstance(event, LeaseTimer):
         return state, ()
-    if isinstance(event, RankDied):
-        return _apply(state, "a rank dies", event, now)
+    if isinstance(event, RankDied | AuditFailed | SpareLost):
+        return _apply(state, _HAPPENINGS[type(event)], event, now)
     if isinstance(event, Asked):
         return _asked(state, event, now)
     if steps.running(state, event) is None:
@@ -64,6 +67,8 @@ def _asked(state: ReplicaState, event: Asked, now: float) -> Step:
     if problem is not None:
         return state, (Refuse(event.verb, event.fence, (problem,)),)
     state = replace(state, fleet=event.fence.fleet, mark=max(state.mark, event.fence.order()))
+    if event.verb not in steps.OPERATOR:
+        state = replace(state, heard=now)
     if event.verb in steps.FORWARD and state.tombstoned(event.fence):
         dead = Failure("replica_fenced", f"serial {event.fence.serial} was given up by attempt {event.fence.attempt}")
         return state, (Refuse(event.verb, event.fence, (dead,)),)

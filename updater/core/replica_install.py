@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from updater.core.participant import FrontState, Kind, ResumeRequest, Spare, SpareState
+from updater.core.participant import FrontState, Kind, ReleaseTo, ResumeRequest, Spare, SpareState
 from updater.core.replica_staging import drop_staging
 from updater.core.replica_state import (
     EMPTY,
@@ -56,7 +56,8 @@ def acknowledge_same(state: ReplicaState, event: Asked, now: float) -> Step:
 
 
 def invalidate(state: ReplicaState, event: Asked, now: float) -> Step:
-    if state.key != (event.fence.serial, event.fence.attempt) or state.postponed is not None:
+    busy = state.resuming or state.postponed is not None
+    if busy or state.key != (event.fence.serial, event.fence.attempt):
         return state, refuse(event, "wrong_phase", "another attempt is installed")
     return begin(state, event)
 
@@ -78,7 +79,7 @@ def invalidate_failed(state: ReplicaState, event: Failed, now: float) -> Step:
 
 def resume_new(state: ReplicaState, event: Asked, now: float) -> Step:
     request: ResumeRequest = event.request
-    same = state.key == (event.fence.serial, event.fence.attempt)
+    same = not state.resuming and state.key == (event.fence.serial, event.fence.attempt)
     if not request.published or not same or state.live != Held(request.version, request.digest):
         return state, refuse(event, "wrong_phase", f"has installed {state.live.version}, not published to it yet")
     return begin(replace(state, resuming=True), event)
@@ -97,6 +98,7 @@ def published(state: ReplicaState, event: Done, now: float) -> Step:
         digest="",
         old=None,
         pause_reply=None,
+        released=None,
     )
     return opened, (OpenAdmission(state.live.version, state.live.digest), *answers)
 
@@ -111,7 +113,9 @@ def resume_again(state: ReplicaState, event: Asked, now: float) -> Step:
     request: ResumeRequest = event.request
     if state.live != Held(request.version, request.digest):
         return state, refuse(event, "wrong_phase", f"serves {state.live.version}, not {request.version}")
-    return (state if request.published else bury(state, event.fence)), ack(event)
+    if request.published:
+        return replace(state, released=None), ack(event)
+    return bury(state, event.fence), ack(event)
 
 
 def resume_joining(state: ReplicaState, event: Asked, now: float) -> Step:
@@ -145,12 +149,16 @@ def restored(state: ReplicaState, event: Done, now: float) -> Step:
     """Paused on the old version, which may reopen by lease: that the update is reverted is durable."""
     state, answers = finish(state, event)
     end = now + state.lease_s
+    return replace(back_on_old(state), state=FrontState.PAUSED, lease_end=end), (SetLease(end), *answers)
+
+
+def back_on_old(state: ReplicaState) -> ReplicaState:
+    """The installation was taken back. Only a rollback that was taken back leaves something to go back to."""
     spare = EMPTY
     if state.plan is not None and state.plan.kind is Kind.ROLLBACK:
         spare = Spare(SpareState.PREVIOUS, 0, state.plan.version, state.plan.digest)
-    back = replace(
+    return replace(
         state,
-        state=FrontState.PAUSED,
         live=state.old or state.live,
         old=None,
         spare=spare,
@@ -158,9 +166,7 @@ def restored(state: ReplicaState, event: Done, now: float) -> Step:
         reached="",
         digest="",
         pause_reply=None,
-        lease_end=end,
     )
-    return back, (SetLease(end), *answers)
 
 
 def restore_failed(state: ReplicaState, event: Failed, now: float) -> Step:
@@ -170,5 +176,8 @@ def restore_failed(state: ReplicaState, event: Failed, now: float) -> Step:
 
 
 def restore_nothing(state: ReplicaState, event: Asked, now: float) -> Step:
-    """It never installed this attempt and now never will."""
+    """It never installed this attempt and now never will, unless an operator made it serve just that."""
+    note = state.released
+    if note is not None and (note.to, note.serial) == (ReleaseTo.LIVE, event.fence.serial):
+        return state, refuse(event, "wrong_phase", f"was released by hand to serve {note.version}")
     return drop_staging(bury(state, event.fence), event)

@@ -1,19 +1,138 @@
-"""Rows of the replica table that no coordinator asks for: what audits find, what dies."""
+"""Rows of the replica table that no coordinator asks for: deaths, what audits find, and an operator's two verbs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from updater.core.participant import FrontState
-from updater.core.replica_state import ClearLease, CloseAdmission, RankDied, Refuse, ReplicaState, ShutDown, Step
-from updater.core.replica_steps import drop_work
+from updater.core.errors import Failure
+from updater.core.participant import FrontState, Kind, ReadmitRequest, Released, ReleaseRequest, ReleaseTo, SpareState
+from updater.core.replica_install import back_on_old
+from updater.core.replica_state import (
+    EMPTY,
+    Asked,
+    AuditFailed,
+    Cancel,
+    ClearLease,
+    CloseAdmission,
+    Done,
+    Failed,
+    OpenAdmission,
+    RankDied,
+    Refuse,
+    Rejoin,
+    ReplicaEffect,
+    ReplicaState,
+    ShutDown,
+    SpareLost,
+    Step,
+)
+from updater.core.replica_steps import begin, bury, drop_work, failed, finish, refuse
+
+# --- out of service
 
 
 def rank_died(state: ReplicaState, event: RankDied, now: float) -> Step:
     """Shut, and only a restart helps."""
+    return _out_of_service(state, FrontState.BROKEN, event.failure)
+
+
+def audit_failed(state: ReplicaState, event: AuditFailed, now: float) -> Step:
+    """What serves is not what was voted (I1, I2). An audit of what is not live any more says nothing."""
+    if state.live != event.audited:
+        return state, ()
+    after, effects = _out_of_service(state, FrontState.QUARANTINED, event.failure)
+    # I6: what was being staged is let go of; a readmission drops the rest.
+    return after, (*((Cancel(state.serial),) if state.plan else ()), *effects)
+
+
+def _out_of_service(state: ReplicaState, where: FrontState, failure: Failure) -> Step:
+    """Shut at once; whoever waits is told why."""
     verbs = tuple(work.verb for work in state.running)
-    state, refusals = drop_work(state, verbs, event.failure)
+    state, refusals = drop_work(state, verbs, failure)
     if state.postponed is not None:
-        refusals = (*refusals, Refuse(state.postponed.verb, state.postponed.fence, (event.failure,)))
-    broken = replace(state, state=FrontState.BROKEN, lease_end=None, failure=event.failure, postponed=None)
-    return broken, (CloseAdmission(), ClearLease(), ShutDown(event.failure), *refusals)
+        refusals = (*refusals, Refuse(state.postponed.verb, state.postponed.fence, (failure,)))
+    shut = replace(state, state=where, lease_end=None, resuming=False, failure=failure, postponed=None)
+    return shut, (CloseAdmission(), ClearLease(), ShutDown(failure), *refusals)
+
+
+def spare_lost(state: ReplicaState, event: SpareLost, now: float) -> Step:
+    """No way back any more, and everybody can see it. A rollback that was planned or voted on that copy is refused."""
+    if state.spare != event.audited:
+        return state, ()
+    rollback = state.plan is not None and state.plan.kind is Kind.ROLLBACK
+    return replace(state, spare=EMPTY, reached="" if rollback else state.reached), ()
+
+
+# --- quarantined: taken back after an audit
+
+
+def readmit(state: ReplicaState, event: Asked, now: float) -> Step:
+    if state.running:
+        return state, refuse(event, "wrong_phase", "is being readmitted already")
+    return begin(state, event)
+
+
+def readmitted(state: ReplicaState, event: Done, now: float) -> Step:
+    """A new life on proven bytes: nothing that was said to the old one counts any more. Shut, and asks to join."""
+    request: ReadmitRequest = state.running[0].request
+    settled = state.old is None and state.spare.state is SpareState.PREVIOUS
+    after, answers = finish(state, event)
+    fresh = ReplicaState(
+        replica=state.replica,
+        incarnation=request.incarnation,
+        live=state.old or state.live,
+        fleet=after.fleet,
+        mark=after.mark,
+        dead=after.dead,
+        spare=state.spare if settled else EMPTY,
+        released=state.released,
+    )
+    return fresh, (Rejoin(), *answers)
+
+
+def readmit_failed(state: ReplicaState, event: Failed, now: float) -> Step:
+    """Stays shut, and says what was found last."""
+    after, refusals = failed(state, event, now)
+    return replace(after, failure=event.failures[0]), refusals
+
+
+# --- installed, and the coordinator is gone
+
+
+def release(state: ReplicaState, event: Asked, now: float) -> Step:
+    """By hand, where two-phase commit blocks. Not while ranks are at work, nor while a coordinator was heard within
+    the time that a pause lease would have given it.
+    """
+    quiet_at = state.heard + state.lease_s
+    if state.running or now < quiet_at:
+        return state, refuse(event, "wrong_phase", f"a coordinator is at work, or spoke {now - state.heard:.0f} s ago")
+    return begin(replace(state, resuming=True), event)
+
+
+def released(state: ReplicaState, event: Done, now: float) -> Step:
+    """Serves what the operator chose (I1 is in his hands now), and says so until a coordinator has published since."""
+    request: ReleaseRequest = state.running[0].request
+    after, answers = finish(state, event)
+    if request.to is ReleaseTo.PREVIOUS:
+        after = replace(back_on_old(bury(after, event.fence)), state=state.origin)
+    else:
+        after = replace(
+            after, state=FrontState.OPEN, origin=FrontState.OPEN, plan=None, reached="", digest="", old=None
+        )
+    note = Released(request.to, after.live.version, *state.key)
+    after = replace(after, resuming=False, key=(0, 0), pause_reply=None, released=note)
+    opened: tuple[ReplicaEffect, ...] = ()
+    if after.state is FrontState.OPEN:
+        opened = (OpenAdmission(after.live.version, after.live.digest),)
+    return after, (*opened, *answers)
+
+
+def release_failed(state: ReplicaState, event: Failed, now: float) -> Step:
+    """A cache that did not clear: shut, to be asked again. A way back that failed: in doubt."""
+    request: ReleaseRequest = state.running[0].request
+    after, refusals = failed(state, event, now)
+    after = replace(after, resuming=False)
+    if request.to is ReleaseTo.LIVE:
+        return after, refusals
+    failure = event.failures[0]
+    return replace(after, state=FrontState.QUARANTINED, failure=failure), (ShutDown(failure), *refusals)

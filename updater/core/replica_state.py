@@ -6,7 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from updater.core.errors import Failure
-from updater.core.participant import Fence, FrontState, FrontStatus, PauseReply, PlanRequest, Spare, SpareState
+from updater.core.participant import (
+    Fence,
+    FrontState,
+    FrontStatus,
+    PauseReply,
+    PlanRequest,
+    Released,
+    Spare,
+    SpareState,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +31,9 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A verb of the participant contract arrived; `request` as in `participant.MESSAGES`."""
+    """A verb of the participant contract arrived; `request` as in `participant.MESSAGES`. Or an operator's: readmit,
+    release, whose fence is what the front heard last.
+    """
 
     verb: str
     request: Any
@@ -66,7 +77,23 @@ class RankDied:
     failure: Failure
 
 
-ReplicaEvent = Asked | Done | Failed | LeaseTimer | RankDied
+@dataclass(frozen=True, slots=True)
+class AuditFailed:
+    """The bytes of `audited`, which was live when the audit began, are not what was voted."""
+
+    audited: Held
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class SpareLost:
+    """The kept copy, `audited` when the audit began, is not what it was: no way back."""
+
+    audited: Spare
+    failure: Failure
+
+
+ReplicaEvent = Asked | Done | Failed | LeaseTimer | RankDied | AuditFailed | SpareLost
 
 # --- effects, to be performed in order
 
@@ -96,6 +123,9 @@ class Work:
     Verbs: join (set label and namespace, start), plan, stage, verify, pause (quiesce), install, invalidate, restore,
     resume (let the ranks run; ends a quiesce that still runs), discard (cancel and drop staging). restore undoes an
     install wholly or partly done, or none, and drops the staging of the plan too.
+
+    For operators: readmit (restore what is not settled, drop staging, prove the live bytes of all ranks, let them run)
+    and release (to live: reset every cache, let them run; to previous: restore, let them run).
     """
 
     verb: str
@@ -144,7 +174,14 @@ class ShutDown:
     failure: Failure
 
 
-ReplicaEffect = Answer | Refuse | Work | Cancel | CloseAdmission | OpenAdmission | SetLease | ClearLease | ShutDown
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Not out of service any more: ask to be admitted, as the new incarnation of the state."""
+
+
+ReplicaEffect = (
+    Answer | Refuse | Work | Cancel | CloseAdmission | OpenAdmission | SetLease | ClearLease | ShutDown | Rejoin
+)
 
 # --- state
 
@@ -169,7 +206,8 @@ class ReplicaState:
     `origin`: joining or open, where an ended pause leads back to. `key`: (serial, attempt) of the running pause or
     install. `reached`: how far `plan.fence.serial` got: "", planned, staged, voted. `answers`: first answers by
     (verb, epoch, serial, attempt). `resuming`: ranks are being let run. `old`: what served before the install.
-    `postponed`: a restore that waits for ranks to stop, or a discard that waits for the reopening.
+    `postponed`: a restore that waits for ranks to stop, or a discard that waits for the reopening. `heard`: when a
+    coordinator last asked for something. `released`: an operator opened it, and nothing was published since.
     """
 
     replica: str
@@ -194,6 +232,8 @@ class ReplicaState:
     old: Held | None = None
     postponed: Asked | None = None
     failure: Failure | None = None
+    heard: float = 0.0
+    released: Released | None = None
 
     def work(self, verb: str) -> Running | None:
         return next((each for each in self.running if each.verb == verb), None)
@@ -234,6 +274,7 @@ def status(
         lease_left_s=None if state.lease_end is None else max(0.0, state.lease_end - now),
         staged_serial=state.serial if state.reached == "voted" else 0,
         failure=state.failure,
+        released=state.released,
     )
 
 

@@ -23,6 +23,8 @@ from updater.core.replica_state import (
 
 #: Verbs that a tombstone kills.
 FORWARD = frozenset({"plan", "stage", "seal", "verify", "pause", "renew", "install"})
+#: Asked by an operator of the replica: they do not say that a coordinator is there.
+OPERATOR = frozenset({"readmit", "release"})
 #: Verbs whose first answer is kept; the others are idempotent by what the state says.
 REMEMBERED = frozenset({"plan", "stage", "verify", "pause", "install", "invalidate"})
 STAGING_VERBS = ("plan", "stage", "verify")
@@ -35,7 +37,7 @@ def repeated(state: ReplicaState, event: Asked) -> Step | None:
         return state, (Refuse(event.verb, event.fence, kept),)
     if kept is not None:
         return state, (Answer(event.verb, event.fence, kept),)
-    work = state.work(event.verb)
+    work = None if event.verb in OPERATOR else state.work(event.verb)
     if work is None or (work.fence.serial, work.fence.attempt) != (event.fence.serial, event.fence.attempt):
         return None
     joined = replace(work, waiters=(*work.waiters, event.fence))

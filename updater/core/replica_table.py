@@ -19,8 +19,9 @@ from updater.core.replica_state import ReplicaState, Step
 class Row:
     """In one of `sources`, on `trigger`, do `act`; the state afterwards is one of `targets`.
 
-    Triggers: a verb, `<verb> done`, `<verb> failed` (of ranks' work), `lease ends`, `a rank dies`. A verb without a
-    row is refused. `act` may refuse too; it then changes nothing.
+    Triggers: a verb, `<verb> done`, `<verb> failed` (of ranks' work), `lease ends`, `a rank dies`, `an audit fails`,
+    `the spare is lost`. Two verbs are an operator's: readmit, release. A verb without a row is refused. `act` may
+    refuse too; it then changes nothing.
     """
 
     sources: tuple[S, ...]
@@ -33,6 +34,8 @@ SERVING = (S.JOINING, S.OPEN)
 SHUT_UNINSTALLED = (S.CLOSING, S.PAUSED)
 INSTALLED = (S.INSTALLING, S.INSTALLED, S.INVALIDATED)
 REOPENED = (S.OPEN, S.JOINING)
+AUDITED = (*SERVING, *SHUT_UNINSTALLED, S.INSTALLING)
+STRANDED = (S.INSTALLED, S.INVALIDATED)
 ALIVE = tuple(state for state in S if state is not S.BROKEN)
 
 ROWS = (
@@ -89,5 +92,15 @@ ROWS = (
     Row(SERVING, "plan failed", steps.failed, SERVING),
     Row(SERVING, "stage failed", steps.failed, SERVING),
     Row(SERVING, "verify failed", steps.failed, SERVING),
+    # out of service, and back
     Row(ALIVE, "a rank dies", operating.rank_died, (S.BROKEN,)),
+    Row(AUDITED, "an audit fails", operating.audit_failed, (*AUDITED, S.QUARANTINED)),
+    Row((*SERVING, *SHUT_UNINSTALLED), "the spare is lost", operating.spare_lost, (*SERVING, *SHUT_UNINSTALLED)),
+    Row((S.QUARANTINED,), "readmit", operating.readmit, (S.QUARANTINED,)),
+    Row((S.QUARANTINED,), "readmit done", operating.readmitted, (S.JOINING,)),
+    Row((S.QUARANTINED,), "readmit failed", operating.readmit_failed, (S.QUARANTINED,)),
+    # the coordinator is gone for long
+    Row(STRANDED, "release", operating.release, STRANDED),
+    Row(STRANDED, "release done", operating.released, REOPENED),
+    Row(STRANDED, "release failed", operating.release_failed, (*STRANDED, S.QUARANTINED)),
 )

@@ -33,6 +33,8 @@ class Rates:
     crash_in: int = 4
     client: int = 60
     tokens: int = 80
+    audit: int = 4
+    spare: int = 3
 
     def scaled(self, factor: float) -> Rates:
         """More or less trouble; clients and tokens stay as they are."""
@@ -106,6 +108,8 @@ class Explorer:
             "crash_in": lambda: self.sim.do_crash_in(self.random.randrange(12)),
             "client": self._client,
             "tokens": lambda: self._one("generate"),
+            "audit": lambda: self._one("audit_fails", self.random.random() < 0.5),
+            "spare": lambda: self._one("spare_lost"),
         }
 
     def _name(self) -> str:
@@ -195,11 +199,13 @@ class Explorer:
             self.sim.perform(Action("join", (name,)))
 
     def _operator(self) -> None:
-        """Removes a dead process, restarts a broken one, or loses a source."""
+        """Removes a dead process, restarts a broken one, readmits a quarantined one, or loses a source."""
         name = self._name()
         process = self.sim.replicas[name]
         if not process.alive:
             self.sim.perform(Action("remove", (name,)))
+        elif process.state.state is FrontState.QUARANTINED and self.random.random() < 0.7:
+            self.sim.perform(Action("readmit", (name,)))
         elif process.state.state in (FrontState.BROKEN, FrontState.QUARANTINED):
             self.sim.perform(Action("die", (name,)))
         elif self.sim.sources and self.random.random() < 0.3:

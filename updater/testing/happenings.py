@@ -11,8 +11,9 @@ from updater.core.effects import (
     Effect,
 )
 from updater.core.errors import Failure
-from updater.core.participant import DiskOffer, Kind
-from updater.core.replica_state import Asked, LeaseTimer, RankDied
+from updater.core.participant import DiskOffer, Fence, Kind, ReadmitRequest, SpareState
+from updater.core.replica_state import Asked, AuditFailed, LeaseTimer, RankDied, SpareLost
+from updater.core.replica_table import SERVING, SHUT_UNINSTALLED
 from updater.core.state import Phase
 from updater.testing.promises import Watched
 from updater.testing.shell import Action, short
@@ -177,6 +178,35 @@ class Happenings(Watched):
     def do_rank_dies(self, name: str) -> None:
         self.note(f"{name}: a rank dies")
         self.replicas[name].handle(RankDied(Failure("rank_died", "injected", replica=name, rank=1)), self.now)
+
+    def do_audit_fails(self, name: str, rotten: bool = True) -> None:
+        """The audit finds other bytes on the last rank. Not `rotten`: it erred."""
+        process = self.replicas[name]
+        if not process.alive or process.state.state not in (*SERVING, *SHUT_UNINSTALLED):
+            return
+        self.note(f"{name}: an audit fails")
+        if rotten:
+            process.ranks[-1].live = "rotten"
+        audited, failure = process.state.live, Failure("tensor_digest", "injected", replica=name, rank=1)
+        process.handle(AuditFailed(audited, failure), self.now)
+
+    def do_spare_lost(self, name: str) -> None:
+        """The audit finds other bytes in the kept copy of the last rank."""
+        process = self.replicas[name]
+        kept = process.state.spare
+        if not process.alive or process.state.state not in SERVING or kept.state is not SpareState.PREVIOUS:
+            return
+        self.note(f"{name}: the kept copy is lost")
+        process.ranks[-1].spare = "rotten"
+        process.handle(SpareLost(kept, Failure("tensor_digest", "injected", replica=name, rank=1)), self.now)
+
+    def do_readmit(self, name: str) -> None:
+        """An operator asks a quarantined replica to prove itself."""
+        process = self.replicas[name]
+        self.lives[name] += 1
+        fence = Fence(process.state.fleet, *process.state.mark, process.incarnation)
+        self.note(f"operator: readmit {name}")
+        process.handle(Asked("readmit", ReadmitRequest(fence, f"{name}{self.lives[name]}")), self.now)
 
     def do_reborn(self, name: str) -> None:
         self.start_replica(name)

@@ -37,6 +37,7 @@ from updater.core.replica_state import (
     ReplicaEvent,
     ReplicaState,
     SetLease,
+    ShutDown,
     Step,
     Work,
 )
@@ -119,8 +120,13 @@ class SimulatedReplica:
             self.lease_timer = effect.at
         elif isinstance(effect, ClearLease):
             self.lease_timer = None
-        else:
+        elif isinstance(effect, ShutDown):
             self.admission = None
+            for request in self.requests:
+                request.done = True
+        else:
+            self.incarnation = self.state.incarnation
+            self.log(f"{self.name}: joins again as another incarnation")
 
     def _queue(self, work: Work) -> None:
         if work.verb in STAGING_WORK:
@@ -228,11 +234,26 @@ class SimulatedReplica:
         """Undo what this attempt did to this rank, if anything; let go of the staging."""
         self.held.clear()
         self.must_be_reset = False
+        self._take_back(work, rank)
+        return None
+
+    def _take_back(self, work: Work, rank: Rank) -> None:
         old = self.state.old or self.state.live
         if rank.flips and work.plan is not None and rank.flips[-1][0] == work.plan.fence.serial:
             rank.flips.pop()
             rank.live, rank.spare = rank.spare, rank.live
             rank.label, rank.namespace = old.version, (old.version, old.digest)
+
+    def _readmit(self, work: Work, rank: Rank) -> Failure | None:
+        """Take back what is not settled, prove the live bytes, forget every block, let it run."""
+        self.held.clear()
+        self.must_be_reset = False
+        self._take_back(work, rank)
+        old = self.state.old or self.state.live
+        if rank.live != old.digest:
+            return Failure("tensor_digest", f"{rank.live} is not {old.digest}", replica=self.name)
+        self.cache.clear()
+        rank.paused = False
         return None
 
     def _resume(self, work: Work, rank: Rank) -> Failure | None:

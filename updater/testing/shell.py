@@ -28,6 +28,7 @@ from updater.core.effects import (
     Stop,
 )
 from updater.core.participant import Fence, FrontStatus, Kind
+from updater.core.replica_steps import OPERATOR
 from updater.core.state import FleetState
 from updater.testing.replica import SimulatedReplica
 from updater.testing.values import Source, Violation
@@ -263,6 +264,9 @@ class Shell:
         return process
 
     def _reply(self, name: str, verb: str, fence: Fence, reply: Any) -> None:
+        if verb in OPERATOR:
+            self.note(f"{name}: {verb} {reply[0].code if isinstance(reply, tuple) else 'ok'}")
+            return
         event: events.Event
         if isinstance(reply, tuple):
             event = events.Refused(name, verb, fence, reply)

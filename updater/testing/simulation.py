@@ -83,11 +83,14 @@ class Simulation(Happenings):
 
     def _repair(self, name: str) -> None:
         process = self.replicas[name]
+        process.faults.clear()
+        if process.alive and process.state.state is FrontState.QUARANTINED:
+            self.do_readmit(name)
+            self.settle()
         if process.alive and process.state.state in (FrontState.BROKEN, FrontState.QUARANTINED):
             process.die()
         if not process.alive:
             self.start_replica(name)
-        process.faults.clear()
         self.do_poll(name)
         self.settle()
         self.join(name)
