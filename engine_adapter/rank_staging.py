@@ -29,6 +29,7 @@ from engine_adapter.rank_replay import Stop, replay
 from engine_adapter.rank_state import RankState, failed, wrong_phase
 from transports.digest import to_hex
 from transports.scans import is_zero
+from updater.core.errors import Aborted
 from updater.core.participant import SpareState
 
 _FOREVER = float("inf")
@@ -140,14 +141,25 @@ class StagingHalf:
             return RankDone(state.clock() - begun)
 
     def audit(self, request: RankAudit) -> RankAuditReply:
-        """Digests `live` or `spare` again. A spare that differs is no way back any more."""
-        state = self._state
+        """Digests `live` or `spare` again. A spare that differs is no way back any more.
+
+        Nobody waits for it: an install, restore or discard ends it, and it then has checked nothing.
+        """
+        state, stop = self._state, threading.Event()
         with state.staging:
+            state.auditing = stop
             of_live = request.what == "live"
             known = state.live_digests if of_live else state.spare_digests
-            if known is None:
+            tensors = state.spare.live if of_live else state.spare.spare
+        if known is None:
+            return RankAuditReply(0, ())
+        try:
+            found = parameter_digests(tensors, self._endless(stop))
+        except Aborted:
+            return RankAuditReply(0, ())
+        with state.staging:
+            if stop.is_set():  # what was read may be half of either side
                 return RankAuditReply(0, ())
-            found = parameter_digests(state.spare.live if of_live else state.spare.spare, self._endless())
             wrong = differing(found, known)
             if wrong and not of_live:
                 state.empty_spare()

@@ -39,7 +39,7 @@ class RankState:
 
     `live_digests`, `spare_digests`: parameter digests as of the vote, or None where nobody looked. `point`: where the
     engine stands while it is paused. `last_install`, `undone`: (serial, attempt) since the last vote. `staging` is
-    held by whichever staging verb runs.
+    held by whichever staging verb runs. `auditing`: ends the audit that reads along without holding it.
     """
 
     engine: RankEngine
@@ -57,6 +57,7 @@ class RankState:
     last_install: tuple[int, int] | None = None
     undone: tuple[int, int] | None = None
     staging: threading.Lock = field(default_factory=threading.Lock)
+    auditing: threading.Event = field(default_factory=threading.Event)
 
     def vote(self, serial: int) -> None:
         """A new transaction: what is remembered of earlier ones must not answer for it, whatever their numbers."""
@@ -90,7 +91,8 @@ class RankState:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """No staging verb runs meanwhile. Raises `phase_timeout` if one does not let go."""
+        """No staging verb runs meanwhile, and an audit ends. Raises `phase_timeout` if one does not let go."""
+        self.auditing.set()
         if not self.staging.acquire(timeout=_YIELD_S):
             raise failed("phase_timeout", "the staging thread is still at work")
         try:

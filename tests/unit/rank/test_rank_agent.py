@@ -608,3 +608,32 @@ def _first_half(specs: Any) -> Any:
     from engine_adapter.placement.layouts import Sharded
 
     return declare(specs, {"w": Target((2, 4))}, Rules(layouts=(("w", Sharded(0)),)), 0, 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("what", ["live", "spare"])
+def test_an_install_does_not_wait_for_an_audit(what: str, mode: InstallMode) -> None:
+    """And what the audit had read of the sides by then says nothing about either."""
+    meanwhile: list[threading.Thread] = []
+    audits = threading.Event()
+
+    def clock() -> float:
+        # asked before every tensor: the first time in the audit, another thread goes back to the version before
+        if audits.is_set() and not meanwhile:
+            meanwhile.append(threading.Thread(target=rank.install, args=(2, 1, mode)))
+            meanwhile[0].start()
+            meanwhile[0].join(5.0)
+        return 0.0
+
+    rank = Rank(clock=clock)
+    rank.update()
+    rank.agent.check_previous(RankCheckPrevious(2, "start", ""))
+    rank.pause(2)
+    audits.set()
+    found = rank.agent.audit(RankAudit(what))
+    assert not meanwhile[0].is_alive()
+    assert (found.checked, found.mismatched) == (0, ())
+    assert rank.holds(1.0)
+    rank.resume(2)
+    audits.clear()
+    assert (rank.agent.audit(RankAudit("live")).checked, rank.agent.audit(RankAudit("spare")).checked) == (2, 2)
