@@ -273,14 +273,18 @@ class Gate:
         self._wake()
 
     def break_down(self, failure: Failure) -> None:
-        """The engine is gone or in doubt: everybody is told, nobody is let in any more."""
+        """The engine is gone or in doubt: everybody is told, nobody is let in any more. What still runs at the engine
+        is told to end, and `quiesce` waits for it: a replica that is mended does not go on with it.
+        """
         self._open = False
         self._broken = failure
-        for running in [*self._running.values(), *self._parked]:
+        running_here, self._running = self._running, {}
+        for running in [*running_here.values(), *self._parked]:
             running.hand_out(Piece((), "error", failure))
-        self._running.clear()
         self._parked.clear()
-        self._ending.clear()
+        for engine_id in running_here:
+            self._ending.add(engine_id)
+            self._engine.cancel(engine_id)
         self._changed.set()
         self._wake()
 

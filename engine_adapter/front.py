@@ -8,36 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from engine_adapter.admission import Gate
+from engine_adapter.front_work import Ranks, perform
 from engine_adapter.rank_messages import Hello
 from updater.core import replica as machine
 from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable
 from updater.core.participant import (
     Description,
     Fence,
-    FenceRequest,
     FrontState,
     FrontStatus,
-    InvalidateRequest,
-    PauseReply,
     PauseRequest,
-    PlanReply,
-    PlanRequest,
-    ResumeRequest,
-    StageReply,
-    StageRequest,
-    VerifyReply,
-    VerifyRequest,
+    ReadmitRequest,
+    ReleaseRequest,
+    ReleaseTo,
 )
 from updater.core.policy import InFlight
 from updater.core.replica_state import (
     Answer,
     Asked,
+    AuditFailed,
     Cancel,
     ClearLease,
     CloseAdmission,
@@ -47,11 +43,13 @@ from updater.core.replica_state import (
     OpenAdmission,
     RankDied,
     Refuse,
+    Rejoin,
     ReplicaEffect,
     ReplicaEvent,
     ReplicaState,
     SetLease,
     ShutDown,
+    SpareLost,
     Work,
     status,
 )
@@ -68,39 +66,10 @@ class Identity:
     hellos: tuple[Hello, ...]
 
 
-class Ranks(Protocol):
-    """All ranks as one thing, one method per `Work` of the machine: `rank_work.RankWork`.
-
-    Each raises LiveweightsError, and then no rank works on it any more.
-    """
-
-    async def join(self, version: str, digest: str) -> None: ...
-
-    async def plan(self, request: PlanRequest) -> PlanReply: ...
-
-    async def stage(self, request: StageRequest) -> StageReply: ...
-
-    async def verify(self, request: VerifyRequest) -> VerifyReply: ...
-
-    async def pause(self, request: PauseRequest, digest: str, aborted: int, requeued: int) -> PauseReply: ...
-
-    async def install(self, request: FenceRequest, plan: PlanRequest, digest: str) -> None: ...
-
-    async def invalidate(self, request: InvalidateRequest) -> None: ...
-
-    async def restore(self, request: FenceRequest, version: str, digest: str) -> None: ...
-
-    async def resume(self, request: ResumeRequest) -> None: ...
-
-    async def discard(self, serial: int) -> None: ...
-
-    def cancel(self, serial: int) -> None: ...
-
-    async def audit(self, what: str) -> tuple[Failure, ...]: ...
-
-
 class Front:
-    """`state`: made by `replica_state.started` once the start checkpoint was replayed."""
+    """`state`: made by `replica_state.started` once the start checkpoint was replayed. `rejoin`: called when an
+    operator had this replica readmitted; `reopened` is then unset until somebody admits it.
+    """
 
     def __init__(
         self,
@@ -109,7 +78,9 @@ class Front:
         work: Ranks,
         gate: Gate,
         clock: Callable[[], float] = time.monotonic,
+        rejoin: Callable[[], None] = lambda: None,
     ) -> None:
+        self._rejoin = rejoin
         self.state = state
         self._identity = identity
         self._work = work
@@ -167,6 +138,28 @@ class Front:
         self.feed(Asked(verb, request))
         return await caller
 
+    async def readmit(self) -> FrontStatus:
+        """An operator's word after a quarantine: proves the live bytes of all ranks and joins again. Raises
+        LiveweightsError with what the ranks found; it then stays shut.
+        """
+        return await self._operate("readmit", ReadmitRequest(self._last_heard(), secrets.token_hex(8)))
+
+    async def release(self, to: ReleaseTo) -> FrontStatus:
+        """An operator's word where the coordinator is gone for long and this replica has installed."""
+        return await self._operate("release", ReleaseRequest(self._last_heard(), to))
+
+    def _last_heard(self) -> Fence:
+        return Fence(self.state.fleet, *self.state.mark, self.state.incarnation)
+
+    async def _operate(self, verb: str, request: ReadmitRequest | ReleaseRequest) -> FrontStatus:
+        if self.state.work(verb) is not None:
+            raise Aborted(Failure("busy", f"{verb} is under way", replica=self.state.replica))
+        _log.warning("an operator asks for: %s (%s)", verb, getattr(request, "to", "after an audit"))
+        await self.ask(verb, request)
+        status = self.status()
+        _log.warning("%s done: %s on %s", verb, status.state.value, status.live_version)
+        return status
+
     # --- the machine
 
     def feed(self, event: ReplicaEvent) -> None:
@@ -201,14 +194,19 @@ class Front:
             case ClearLease():
                 self._clear_lease()
             case ShutDown(failure):
+                _log.error("out of service, %s: %s", self.state.state.value, failure.message)
                 self._gate.break_down(failure)
+            case Rejoin():
+                self._gate.mend()
+                self.reopened.clear()
+                self._rejoin()
 
     def _begin(self, work: Work) -> None:
         """A resume ends the pause that still runs: it must not stop ranks that have been let go."""
-        if work.verb == "resume" and self._pausing is not None:
+        if work.verb in ("resume", "readmit") and self._pausing is not None:
             self._pausing.cancel()
             self._pausing = None
-        task = self._spawn(self._run(work))
+        task = self._spawn(self._run(work, self.state))
         if work.verb == "pause":
             self._pausing = task
 
@@ -239,12 +237,12 @@ class Front:
 
     # --- work on all ranks
 
-    async def _run(self, work: Work) -> None:
+    async def _run(self, work: Work, state: ReplicaState) -> None:
         """Ends in exactly one `Done` or `Failed`: this is the boundary where exceptions become failures."""
         verb, request = work.verb, work.request
         began = time.monotonic()
         try:
-            reply = await self._do(work)
+            reply = await perform(self._work, work, state, self._stopped_requests)
         except LiveweightsError as error:
             failures = tuple(failure.at(replica=self.state.replica) for failure in error.failures)
             self.feed(Failed(verb, request.fence, failures))
@@ -257,44 +255,18 @@ class Front:
             if verb == "resume" and request.published:
                 self._spawn(self._audit())
 
-    async def _do(self, work: Work) -> Any:
-        request, ranks = work.request, self._work
-        match work.verb:
-            case "join":
-                return await ranks.join(request.version, request.digest)
-            case "plan":
-                return await ranks.plan(request)
-            case "stage":
-                return await ranks.stage(request)
-            case "verify":
-                return await ranks.verify(request)
-            case "pause":
-                return await ranks.pause(request, self.state.digest, *self._stopped_requests)
-            case "install" if work.plan is not None:
-                return await ranks.install(request, work.plan, self.state.digest)
-            case "invalidate":
-                return await ranks.invalidate(request)
-            case "restore":
-                old = self.state.old or self.state.live
-                return await ranks.restore(request, old.version, old.digest)
-            case "resume":
-                return await ranks.resume(request)
-            case "discard":
-                return await ranks.discard(request.fence.serial)
-        raise Aborted(Failure("internal", f"the machine asked for {work.verb!r}"))
-
     async def _audit(self) -> None:
-        """After a publication: live must be what was voted. A mismatch takes the replica out of service (I1, I2)."""
-        label = self.state.live
+        """After a publication: live must be what was voted, the spare what was live before (I1, I2)."""
+        label, kept = self.state.live, self.state.spare
         try:
             failures = await self._work.audit("live")
-            if failures and self.state.live == label:
-                _log.error("the audit of %s failed: %s", label.version, failures[0].message)
-                self.feed(RankDied(failures[0].at(replica=self.state.replica)))
+            if failures:
+                self.feed(AuditFailed(label, failures[0].at(replica=self.state.replica)))
                 return
-            # A spare that differs is emptied by its rank: the next rollback is then refused by the vote.
-            if await self._work.audit("spare"):
+            lost = await self._work.audit("spare")
+            if lost:
                 _log.error("the kept copy beside %s is not what it was: no rollback", label.version)
+                self.feed(SpareLost(kept, lost[0].at(replica=self.state.replica)))
         except LiveweightsError as error:
             _log.warning("the audit of %s could not run: %s", label.version, error)
 

@@ -149,7 +149,9 @@ class Replica:
 
     def __init__(self, wanted: FrontSettings) -> None:
         self.settings = wanted
-        self.incarnation = secrets.token_hex(8)
+        self._first_incarnation = secrets.token_hex(8)
+        self._client: FleetClient | None = None
+        self._rejoining: asyncio.Task[None] | None = None
         self._socket = socket.create_server((wanted.host, wanted.port))
         # What it accepts inherits this; asyncio sets it only where the protocol number was given.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -172,13 +174,18 @@ class Replica:
         self.joined = asyncio.Event()
 
     @property
+    def incarnation(self) -> str:
+        front = self.face.front
+        return front.state.incarnation if front is not None else self._first_incarnation
+
+    @property
     def url(self) -> str:
         return f"http://{self.settings.host}:{self.port}"
 
     async def run(self, stop: asyncio.Event) -> int:
         """Serve until `stop` is set. On return no process and no socket of this replica is left."""
         serving = asyncio.create_task(self.server.serve(sockets=[self._socket]))
-        fleet = self._fleet()
+        fleet = self._client = self._fleet()
         joining = asyncio.create_task(self._start_and_join(fleet))
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -216,15 +223,34 @@ class Replica:
         _log.info("%s: %d ranks loaded %s", self.name, len(hellos), self.settings.model)
         digest = await self.work.replay_start()
         identity = Identity(self.url, str(self.settings.model), hellos)
-        front = Front(started(self.name, self.incarnation, str(START), digest), identity, self.work, self.gate)
+        state = started(self.name, self._first_incarnation, str(START), digest)
+        front = Front(state, identity, self.work, self.gate, rejoin=self._rejoin)
         self.face.front = front
         _log.info("%s: start checkpoint proved, digest %s", self.name, digest[:16])
         return front
 
     async def _open_alone(self, front: Front) -> None:
-        live = front.state.live
-        fence = Fence(STANDALONE, 1, 0, 0, self.incarnation)
-        await front.ask("join", JoinRequest(fence, live.version, live.digest))
+        state = front.state
+        fence = Fence(state.fleet or STANDALONE, *(state.mark if state.fleet else (1, 0, 0)), state.incarnation)
+        await front.ask("join", JoinRequest(fence, state.live.version, state.live.digest))
+
+    def _rejoin(self) -> None:
+        """An operator had the quarantine lifted: asks to be admitted like any joiner."""
+        if self._rejoining is not None:
+            self._rejoining.cancel()
+        self._rejoining = asyncio.get_running_loop().create_task(self._ask_again())
+
+    async def _ask_again(self) -> None:
+        front = self.face.front
+        if front is None:
+            return
+        if self._client is not None:
+            await self._client.register(front.reopened.is_set)
+            return
+        try:
+            await self._open_alone(front)
+        except LiveweightsError as error:
+            _log.error("the readmitted replica did not open: %s", error)
 
     async def _stop(
         self,
@@ -233,9 +259,12 @@ class Replica:
         serving: asyncio.Task[None],
         fleet: FleetClient | None,
     ) -> None:
-        joining.cancel()
-        stopping.cancel()
-        await asyncio.gather(joining, stopping, return_exceptions=True)
+        ending: list[asyncio.Task[Any]] = [joining, stopping]
+        if self._rejoining is not None:
+            ending.append(self._rejoining)
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
         if self.face.front is not None:
             await self.face.front.stop()
         if fleet is not None:

@@ -7,15 +7,14 @@ kept here is per serial and only what the ranks answered: plans, cuts, the insta
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine_adapter.admission import Gate
+from engine_adapter.agreement import agree, mismatches, not_proven, same_build, warnings
 from engine_adapter.control_messages import Label, StartServing
 from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
 from engine_adapter.rank_messages import (
-    Hello,
     RankAudit,
     RankAuditReply,
     RankCheckPrevious,
@@ -31,6 +30,8 @@ from engine_adapter.rank_messages import (
     RankResume,
     RankStage,
     RankStageReply,
+    RankStatus,
+    RankStatusReply,
     RankVerify,
     RankVerifyReply,
     TensorCuts,
@@ -51,7 +52,7 @@ from updater.core.participant import (
     VerifyReply,
     VerifyRequest,
 )
-from updater.core.policy import CachePolicy, InstallMode, Policy
+from updater.core.policy import CachePolicy, InFlight, InstallMode, Policy
 from updater.core.version import START
 
 
@@ -93,7 +94,7 @@ class RankWork:
 
     async def replay_start(self) -> str:
         """Admit the placement: the start checkpoint, replayed, must give the live bytes. Returns its content digest."""
-        _same_build(self._pool.hellos)
+        same_build(self._pool.hellos)
         deadline = self._deadlines.start_s
         plan = RankPlan(serial=0, path=self._model, roots=(self._model, *self._roots), manifest="", start=True)
         planned = await self._fan_out_plan(plan, None, InstallMode.AUTO)
@@ -153,7 +154,7 @@ class RankWork:
             tensors=len(first.tensors),
             bytes_to_read=sum(reply.bytes_to_read for reply in planned.replies),
             install=install,
-            warnings=_warnings(planned.replies),
+            warnings=warnings(planned.replies),
             seconds=time.monotonic() - began,
         )
 
@@ -212,7 +213,7 @@ class RankWork:
         left = max(0.05, end - time.monotonic())
         serial = request.fence.serial
         replies: list[RankPauseReply] = await self._pool.call("pause", RankPause(serial, left), deadline_s=left)
-        _agree(replies, serial)
+        agree(replies, serial)
         return PauseReply(
             fence=request.fence,
             staged_serial=serial,
@@ -237,11 +238,14 @@ class RankWork:
         await self._pool.call("install", message, deadline_s=self._deadlines.commit_s)
 
     async def invalidate(self, request: InvalidateRequest) -> None:
-        message = RankInvalidate(request.fence.serial, request.fence.attempt, request.cache)
+        await self._clear(request.fence.serial, request.fence.attempt, request.cache)
+
+    async def _clear(self, serial: int, attempt: int, cache: CachePolicy) -> None:
+        message = RankInvalidate(serial, attempt, cache)
         replies: list[RankInvalidateReply] = await self._pool.call(
             "invalidate", message, deadline_s=self._deadlines.commit_s
         )
-        if request.cache is not CachePolicy.RESET:
+        if cache is not CachePolicy.RESET:
             return
         left = [
             Failure("cache_not_reset", f"the cache tier {tier.name!r} did not clear", rank=rank)
@@ -252,10 +256,9 @@ class RankWork:
         if left:
             raise Aborted(*left)
 
-    async def restore(self, request: FenceRequest, version: str, digest: str) -> None:
-        """Old bytes, label and namespace back where this attempt was installed; then its staging goes."""
-        serial = request.fence.serial
-        message = RankRestore(serial, request.fence.attempt, version, digest)
+    async def restore(self, serial: int, attempt: int, version: str, digest: str) -> None:
+        """Old bytes, label and namespace back where that attempt was installed; then its staging goes (I6)."""
+        message = RankRestore(serial, attempt, version, digest)
         await self._pool.call("restore", message, deadline_s=self._deadlines.commit_s)
         await self.discard(serial)
 
@@ -281,11 +284,42 @@ class RankWork:
         replies: list[RankAuditReply] = await self._pool.call(
             "audit", RankAudit(what), deadline_s=self._deadlines.audit_s
         )
-        return tuple(
-            Failure("tensor_digest", f"{what} bytes are not what was voted", rank=rank, tensor=name)
-            for rank, reply in enumerate(replies)
-            for name in reply.mismatched
-        )
+        return mismatches(what, replies)
+
+    # --- asked by an operator
+
+    async def readmit(self, unsettled: tuple[int, int] | None, serial: int, version: str, digest: str) -> None:
+        """Every rank proves that it holds `version`, and forgets what was computed meanwhile. They run afterwards.
+
+        `unsettled`: (serial, attempt) of an installation that is taken back first; `serial`: whose staging goes.
+        """
+        if unsettled is not None:
+            await self.restore(*unsettled, version, digest)
+        await self.discard(serial)
+        await self._prove_live(version)
+        # What was told off when the gate broke has to leave the engine, which has to run for that.
+        await self.unpause(serial)
+        await self._gate.quiesce(InFlight.ABORT, self._deadlines.commit_s)
+        deadline = self._deadlines.commit_s
+        await self._pool.call("pause", RankPause(serial, deadline), deadline_s=deadline)
+        try:
+            await self._clear(serial, 0, CachePolicy.RESET)
+        finally:
+            await self.unpause(serial)
+
+    async def _prove_live(self, version: str) -> None:
+        deadline = self._deadlines.audit_s
+        audits: list[RankAuditReply] = await self._pool.call("audit", RankAudit("live"), deadline_s=deadline)
+        states: list[RankStatusReply] = await self._pool.call("status", RankStatus(), deadline_s=deadline)
+        failures = not_proven(version, self._pool.hellos, audits, states)
+        if failures:
+            raise Aborted(*failures)
+
+    async def serve_installed(self, serial: int, attempt: int, version: str) -> None:
+        """Serve what is installed: no block of older weights may be left, whatever the update's policy was (I5)."""
+        await self._clear(serial, attempt, CachePolicy.RESET)
+        self._gate.before_switch(version)
+        await self.unpause(serial)
 
     @property
     def _planned_serial(self) -> int:
@@ -296,37 +330,3 @@ class RankWork:
         if self._planned is None or self._planned_serial != serial:
             raise refuse("wrong_phase", f"nothing is planned for serial {serial}")
         return self._planned
-
-
-def _same_build(hellos: Sequence[Hello]) -> None:
-    """Raises Rejected unless every rank runs the same engine on the same config."""
-    kinds = {(hello.engine, hello.config_hash, hello.capabilities) for hello in hellos}
-    if len(kinds) > 1:
-        raise Rejected(
-            *(
-                Failure("config_mismatch", f"runs {hello.engine} on config {hello.config_hash[:16]}", rank=rank)
-                for rank, hello in enumerate(hellos)
-            )
-        )
-
-
-def _agree(replies: list[RankPauseReply], serial: int) -> None:
-    """Raises Aborted unless all ranks stand at one step, with one set of requests, and still hold the staging."""
-    if len({(reply.step, reply.running) for reply in replies}) > 1:
-        raise Aborted(
-            *(
-                Failure("rank_steps_differ", f"stopped at step {reply.step}, requests {reply.running}", rank=rank)
-                for rank, reply in enumerate(replies)
-            )
-        )
-    lost = [
-        Failure("wrong_phase", f"holds the staging of serial {reply.staged_serial}", rank=rank)
-        for rank, reply in enumerate(replies)
-        if reply.staged_serial != serial
-    ]
-    if lost:
-        raise Aborted(*lost)
-
-
-def _warnings(replies: Sequence[RankPlanReply]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(text for reply in replies for text in reply.warnings))

@@ -1,9 +1,11 @@
-"""The HTTP app of one replica: participant contract, completions, health, metrics. Answers from the first moment on,
-also while the model loads: it is then shut and says so.
+"""The HTTP app of one replica: participant contract, operator verbs, completions, health, metrics.
+
+Answers from the first moment on, also while the model loads: it is then shut and says so.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +22,7 @@ from engine_adapter.front import Front
 from engine_adapter.tokens import ModelText
 from updater import http, wire
 from updater.core.errors import Failure, Unavailable, refuse
-from updater.core.participant import MESSAGES, FrontState
+from updater.core.participant import MESSAGES, FrontState, FrontStatus, ReleaseTo
 from updater.security import Tokens
 
 #: Opened by the inference token; everything else needs the admin token.
@@ -28,6 +30,7 @@ INFERENCE_PATHS = frozenset({"/v1/completions", "/v1/models", "/v1/version"})
 #: A plan may bring its manifest: 150,000 tensors are about 20 MB.
 PARTICIPANT_BODY = 64 << 20
 COMPLETION_BODY = 16 << 20
+OPERATOR_BODY = 4 << 10
 
 
 class ReplicaFace:
@@ -58,6 +61,19 @@ class ReplicaFace:
         reply = await self._ready().ask(verb, message)
         return Response(wire.encode(reply), media_type="application/json")
 
+    async def readmit(self) -> Response:
+        """`POST /replica/v1/readmit`: an operator's word for a quarantined replica; answers with its status."""
+        return _status(await self._ready().readmit())
+
+    async def release(self, request: Request) -> Response:
+        """`POST /replica/v1/release` with `{"to": "live" | "previous"}`: where the coordinator is gone for long."""
+        try:
+            body = json.loads(await request.body() or b"{}")
+            to = ReleaseTo(body["to"])
+        except (ValueError, TypeError, KeyError):
+            raise refuse("bad_request", 'needs {"to": "live"} or {"to": "previous"}') from None
+        return _status(await self._ready().release(to))
+
     def _ready(self) -> Front:
         if self.front is None:
             why = self.failure or Failure("shut", "the start checkpoint is still being loaded and proved")
@@ -84,6 +100,7 @@ class ReplicaFace:
                 "state": self.state,
                 "replica": self.replica,
                 "spare": wire.plain(spare),
+                "released": wire.plain(front.state.released),
             }
         )
 
@@ -115,6 +132,10 @@ class ReplicaFace:
         return [*families, states, version, mixed]
 
 
+def _status(status: FrontStatus) -> Response:
+    return Response(wire.encode(status), media_type="application/json")
+
+
 class _Snapshot(Collector):
     """Values are read when they are asked for: nothing is counted twice."""
 
@@ -129,6 +150,8 @@ def make_app(face: ReplicaFace, gate: Gate, text: ModelText, tokens: Tokens) -> 
     app = FastAPI(title="liveweights replica", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(Completions(gate, text, face.digest_of).router())
     app.add_api_route("/participant/v1/{verb}", face.participant, methods=["POST"], response_model=None)
+    app.add_api_route("/replica/v1/readmit", face.readmit, methods=["POST"], response_model=None)
+    app.add_api_route("/replica/v1/release", face.release, methods=["POST"], response_model=None)
     app.add_api_route("/healthz", face.healthz, methods=["GET"], response_model=None)
     app.add_api_route("/readyz", face.readyz, methods=["GET"], response_model=None)
     app.add_api_route("/v1/version", face.version, methods=["GET"], response_model=None)
@@ -137,7 +160,11 @@ def make_app(face: ReplicaFace, gate: Gate, text: ModelText, tokens: Tokens) -> 
         app,
         tokens=tokens,
         inference_paths=INFERENCE_PATHS,
-        body_limits={"/participant/v1/": PARTICIPANT_BODY, "/v1/completions": COMPLETION_BODY},
+        body_limits={
+            "/participant/v1/": PARTICIPANT_BODY,
+            "/replica/v1/": OPERATOR_BODY,
+            "/v1/completions": COMPLETION_BODY,
+        },
         live_version=lambda: face.live_version,
     )
     return app

@@ -64,6 +64,7 @@ class HandWork:
 
     `hold(verb)` makes the next call of a verb wait for `release(verb)`, after which `calls` says that it went on;
     `fail[verb]` is raised by every call of it; `mismatched` is what audits find. A vote observes `observed`.
+    `undone`, `discarded`: what restores and discards were about.
     """
 
     def __init__(self, observed: str = "d1") -> None:
@@ -72,6 +73,8 @@ class HandWork:
         self.fail: dict[str, Exception] = {}
         self.mismatched: dict[str, tuple[Failure, ...]] = {}
         self.cancelled: list[int] = []
+        self.undone: list[tuple[int, int]] = []
+        self.discarded: list[int] = []
         self._held: dict[str, asyncio.Event] = {}
         self._came = asyncio.Event()
 
@@ -120,14 +123,24 @@ class HandWork:
     async def invalidate(self, request: InvalidateRequest) -> None:
         await self._call("invalidate")
 
-    async def restore(self, request: FenceRequest, version: str, digest: str) -> None:
+    async def restore(self, serial: int, attempt: int, version: str, digest: str) -> None:
         await self._call(f"restore {version}")
+        self.undone.append((serial, attempt))
 
     async def resume(self, request: ResumeRequest) -> None:
         await self._call("resume")
 
     async def discard(self, serial: int) -> None:
         await self._call("discard")
+        self.discarded.append(serial)
+
+    async def readmit(self, unsettled: tuple[int, int] | None, serial: int, version: str, digest: str) -> None:
+        await self._call(f"readmit {version}")
+        if unsettled is not None:
+            self.undone.append(unsettled)
+
+    async def serve_installed(self, serial: int, attempt: int, version: str) -> None:
+        await self._call(f"serve {version}")
 
     def cancel(self, serial: int) -> None:
         self.cancelled.append(serial)

@@ -360,7 +360,24 @@ def test_a_broken_engine_ends_everything_and_lets_nobody_in() -> None:
         assert (running.finish_reason, running.failure and running.failure.rank) == ("error", 1)
         gate.open("0-2")
         assert await code_of(start(gate)) == "shut"
-        await gate.quiesce(InFlight.DRAIN, 1.0)
+
+    play(scene)
+
+
+def test_what_ran_when_the_gate_broke_has_left_the_engine_before_it_is_mended() -> None:
+    async def scene(engine: HandEngine, gate: Gate) -> None:
+        gate.open("0-1")
+        running = await start(gate)
+        gate.break_down(Failure("tensor_digest", "other bytes", rank=1))
+        assert engine.cancelled == [running.engine_id]
+        assert await code_of(gate.quiesce(InFlight.ABORT, 0.01)) == "quiesce_timeout"
+        engine.emit(running.engine_id, 7, version="0-1", finish="abort")
+        await gate.quiesce(InFlight.ABORT, 1.0)
+        assert (running.tokens, running.finish_reason) == ([], "error")
+        gate.mend()
+        assert not gate.is_open
+        gate.open("0-1")
+        assert (await start(gate)).version == "0-1"
 
     play(scene)
 

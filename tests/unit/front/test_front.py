@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine_adapter.admission import Gate
 from engine_adapter.front import Front, Identity
@@ -22,7 +22,10 @@ from updater.core.participant import (
     Kind,
     PauseRequest,
     PlanRequest,
+    Released,
+    ReleaseTo,
     ResumeRequest,
+    SpareState,
     StageRequest,
     VerifyRequest,
 )
@@ -40,7 +43,12 @@ class Play:
     def __post_init__(self) -> None:
         self.gate = Gate(HandEngine())
         state = started("r0", "i", "start", "d0")
-        self.front = Front(state, Identity("http://r0", "model", ()), self.work, self.gate, lambda: self.now[0])
+        self.rejoined = 0
+        identity = Identity("http://r0", "model", ())
+        self.front = Front(state, identity, self.work, self.gate, lambda: self.now[0], self.rejoin)
+
+    def rejoin(self) -> None:
+        self.rejoined += 1
 
     def fence(self, serial: int = 1, attempt: int = 0) -> Fence:
         return Fence("f", 1, serial, attempt, "i")
@@ -129,21 +137,115 @@ def test_live_bytes_that_fail_the_audit_take_the_replica_out_of_service() -> Non
         p.work.release("audit live")
         await p.front.idle()
         status = p.front.status()
-        assert (status.state, p.front.ready, p.gate.is_open) == (FrontState.BROKEN, False, False)
+        assert (status.state, p.front.ready, p.gate.is_open) == (FrontState.QUARANTINED, False, False)
         assert status.failure == Failure("tensor_digest", "differs", replica="r0", rank=1, tensor="w")
 
     play(scene)
 
 
-def test_a_kept_copy_that_fails_the_audit_does_not_stop_serving() -> None:
+def test_a_kept_copy_that_fails_the_audit_does_not_stop_serving_and_is_no_way_back() -> None:
     async def scene(p: Play) -> None:
         await p.join()
         p.work.mismatched = {"spare": (Failure("tensor_digest", "differs", rank=1, tensor="w"),)}
+        p.work.hold("audit spare")
         await p.publish()
+        await p.work.until_called("audit spare")
+        assert p.front.status().spare.state is SpareState.PREVIOUS
+        p.work.release("audit spare")
         await p.front.idle()
         assert p.front.ready
+        assert p.front.status().spare.state is SpareState.EMPTY
 
     play(scene)
+
+
+def test_a_readmitted_replica_asks_to_join_in_another_life() -> None:
+    async def scene(p: Play) -> None:
+        await p.join()
+        p.work.mismatched = {"live": (Failure("tensor_digest", "differs", rank=1),)}
+        await p.publish()
+        await p.front.idle()
+        assert await code_of(p.front.ask("join", JoinRequest(p.fence(2), "0-1", "d1"))) == "tensor_digest"
+        p.work.hold("readmit 0-1")
+        readmitting = asyncio.ensure_future(p.front.readmit())
+        await p.work.until_called("readmit 0-1")
+        assert await code_of(p.front.readmit()) == "busy"
+        p.work.release("readmit 0-1")
+        status = await readmitting
+        assert (status.state, status.failure) == (FrontState.JOINING, None)
+        assert status.incarnation != "i"
+        assert (p.rejoined, p.front.reopened.is_set(), p.front.ready) == (1, False, False)
+        fence = replace(p.fence(2), incarnation=status.incarnation)
+        await p.front.ask("join", JoinRequest(fence, "0-1", "d1"))
+        assert (p.front.ready, p.front.reopened.is_set(), p.gate.version) == (True, True, "0-1")
+
+    play(scene)
+
+
+def test_what_the_readmission_finds_is_told_and_it_stays_out_of_service() -> None:
+    async def scene(p: Play) -> None:
+        await p.join()
+        p.work.mismatched = {"live": (Failure("tensor_digest", "differs", rank=1),)}
+        await p.publish()
+        await p.front.idle()
+        p.work.fail["readmit 0-1"] = Aborted(Failure("expected_mismatch", "holds another", rank=0))
+        assert await code_of(p.front.readmit()) == "expected_mismatch"
+        assert (p.front.status().state, p.rejoined) == (FrontState.QUARANTINED, 0)
+        failure = p.front.status().failure
+        assert (failure and failure.code, failure and failure.rank) == ("expected_mismatch", 0)
+
+    play(scene)
+
+
+def test_a_release_serves_what_the_operator_chose_and_says_so() -> None:
+    async def scene(p: Play) -> None:
+        await p.join()
+        await p.vote()
+        await p.pause()
+        await p.front.ask("install", FenceRequest(p.fence(1, 1)))
+        assert await code_of(p.front.release(ReleaseTo.LIVE)) == "wrong_phase"
+        p.now[0] += 31.0
+        status = await p.front.release(ReleaseTo.LIVE)
+        assert (status.state, status.live_version, p.work.calls[-1]) == (FrontState.OPEN, "0-1", "serve 0-1")
+        assert status.released == Released(ReleaseTo.LIVE, "0-1", 1, 1)
+        assert (p.gate.is_open, p.gate.version) == (True, "0-1")
+
+    play(scene)
+
+
+def test_a_release_to_previous_takes_the_installation_back() -> None:
+    async def scene(p: Play) -> None:
+        await p.join()
+        await p.vote()
+        await p.pause()
+        await p.front.ask("install", FenceRequest(p.fence(1, 1)))
+        p.now[0] += 31.0
+        status = await p.front.release(ReleaseTo.PREVIOUS)
+        assert (status.state, status.live_version, p.gate.version) == (FrontState.OPEN, "start", "start")
+        assert (p.work.calls[-2:], p.work.undone) == (["restore start", "resume"], [(1, 1)])
+
+    play(scene)
+
+
+def test_ranks_are_told_the_serial_that_they_know_whatever_the_message_comes_under() -> None:
+    """I6: an update is cleaned up under a later serial when a coordinator comes back."""
+
+    async def scene(p: Play) -> None:
+        await p.join()
+        await p.vote()
+        await p.front.ask("discard", DiscardRequest(p.fence(8)))
+        assert p.work.discarded == [1]
+
+    async def installed(p: Play) -> None:
+        await p.join()
+        await p.vote()
+        await p.pause()
+        await p.front.ask("install", FenceRequest(p.fence(1, 1)))
+        await p.front.ask("restore", FenceRequest(p.fence(8)))
+        assert p.work.undone == [(1, 1)]
+
+    play(scene)
+    play(installed)
 
 
 def test_whatever_the_ranks_raise_reaches_every_caller_as_a_refusal() -> None:
