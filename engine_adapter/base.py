@@ -101,6 +101,12 @@ class RankEngine(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
+    @property
+    def failure(self) -> str | None:
+        """Why this rank can neither serve nor pause any more, or None. Its process then ends, so that its front does
+        not go on failing every request. Set before the last events of the requests that it ran.
+        """
+
     def parameters(self) -> Mapping[str, Parameter]:
         """Every tensor that a checkpoint must feed. The same mapping for the life of the process."""
 

@@ -62,6 +62,9 @@ class Tokens:
     events: tuple[TokenEvent, ...]
 
 
+#: Exit status of a rank whose engine said that it failed.
+ENGINE_FAILED = 71
+
 #: verb -> (request type, reply type)
 CONTROL_MESSAGES: dict[str, tuple[type, type]] = {
     "build": (Build, Hello),

@@ -28,6 +28,7 @@ from engine_adapter.base import EngineFactory, RankEngine, TokenEvent
 from engine_adapter.channel import ChannelClosed, Frame, FrameKind, RankChannel
 from engine_adapter.control_messages import (
     CALLS,
+    ENGINE_FAILED,
     Build,
     CancelRequest,
     CancelStaging,
@@ -141,6 +142,16 @@ class RankProcess:
                 traceback.print_exc()
             answer = Frame.of(FrameKind.REFUSED, number, verb, Refused(failures_of(error)))
         self._channel.send(answer)
+        self._end_if_failed()
+
+    def _end_if_failed(self) -> None:
+        """An engine that failed inside a process that lives would fail every request for ever: let the front learn of
+        it from the kernel, like of any other death.
+        """
+        failure = self._engine.failure if self._engine is not None else None
+        if failure is not None and not self._stopping:
+            print(f"the engine failed: {failure}", file=sys.stderr, flush=True)
+            os._exit(ENGINE_FAILED)
 
     def _handle(self, verb: str, request: Any) -> Any:
         own = self._verbs.get(verb)
@@ -205,6 +216,8 @@ class RankProcess:
             self._channel.send(Frame.of(FrameKind.EVENT, 0, "tokens", Tokens((event,))))
         except ChannelClosed:
             return
+        if event.finish_reason == "error":
+            self._end_if_failed()
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from engine_adapter.base import EngineSpec, TokenEvent
 from engine_adapter.channel import ChannelClosed, ChannelError, Frame, FrameKind, FrontChannel
-from engine_adapter.control_messages import CALLS, Build, CancelStaging, StopEngine, Tokens
+from engine_adapter.control_messages import CALLS, ENGINE_FAILED, Build, CancelStaging, StopEngine, Tokens
 from engine_adapter.rank_messages import Hello, Refused
 from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError
@@ -261,7 +261,8 @@ class RankPool:
             loop.remove_reader(descriptor)
             os.close(descriptor)
             status = rank.process.wait()
-            self._died(rank, f"its process ended with status {status}")
+            why = "its engine failed" if status == ENGINE_FAILED else f"its process ended with status {status}"
+            self._died(rank, why)
             rank.gone.set()
 
         loop.add_reader(descriptor, ended)

@@ -86,6 +86,10 @@ class BareEngine:
     def capabilities(self) -> Capabilities:
         return Capabilities(cells=((InFlight.DRAIN, CachePolicy.RESET),))
 
+    @property
+    def failure(self) -> str | None:
+        return None
+
     def parameters(self) -> Mapping[str, Parameter]:
         return self._parameters
 

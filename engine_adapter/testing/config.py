@@ -79,7 +79,8 @@ class ToyOptions:
     `head32`: logits are made by a float32 copy of the head, also rebuilt. `namespaced`: cache keys carry version
     and digest. `step_ms`: how long a step takes at least. `fault`: see `faults.py`; `skip_target`, `as_rank`,
     `cache_refuses`, `cache_lies`: defects for tests, each with -1 or "" for none; the first two begin with
-    placement number `defect_from` (1 is the replay at the join).
+    placement number `defect_from` (1 is the replay at the join). `rot`: after every install by `flip`, a bit of
+    what is `live` or of the `spare` changes on rank `rot_rank`.
     """
 
     block_size: int = 4
@@ -102,6 +103,8 @@ class ToyOptions:
     cache_refuses: str = ""
     cache_lies: str = ""
     step_skew: int = 0
+    rot: str = ""
+    rot_rank: int = 0
 
     @classmethod
     def parse(cls, options: dict[str, str | int | float | bool]) -> ToyOptions:

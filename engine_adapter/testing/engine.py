@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter, PausePoint, TokenEvent
+from engine_adapter.control_messages import ENGINE_FAILED
 from engine_adapter.placement.declared import targets_of
 from engine_adapter.placement.rows import Placement
 from engine_adapter.testing.cache import PrefixCache
@@ -72,6 +73,7 @@ class ToyEngine:
         self._scheduler = Scheduler(self.model, self.cache, o.max_running)
         self._faults = Faults(o.fault, spec.rank)
         self._placements = 0
+        self._replaced: torch.Tensor | None = None
         self._parameters = {name: self._parameter(name, tensor) for name, tensor in weights.items()}
         self._inbox: deque[tuple[str, Any]] = deque()
         self._gate = PauseGate()
@@ -90,6 +92,10 @@ class ToyEngine:
         )
         notes = () if self.options.namespaced else ("cache=namespace: cache keys carry no version",)
         return Capabilities(cells=cells, notes=notes)
+
+    @property
+    def failure(self) -> str | None:
+        return self._gate.failure
 
     def parameters(self) -> Mapping[str, Parameter]:
         return self._parameters
@@ -122,6 +128,7 @@ class ToyEngine:
 
     def unpause(self, deadline_s: float) -> None:
         with self._faults.around("unpause"):
+            self._rot()
             if self._loop is not None:
                 self._gate.unpause(deadline_s)
 
@@ -179,7 +186,7 @@ class ToyEngine:
             for request_id in self._scheduler.held():
                 self._emit(TokenEvent(request_id, (), self._scheduler.version, "error", error=str(error)))
             if self.size > 1:
-                os._exit(71)
+                os._exit(ENGINE_FAILED)
 
     def _lead(self) -> None:
         """Rank 0: take what came in, decide what the next step is, tell the others, do it."""
@@ -248,9 +255,19 @@ class ToyEngine:
 
     # ----- small things
 
+    def _rot(self) -> None:
+        """The defect `rot`: memory changes behind everybody's back when the engine goes on after an install."""
+        if not self.options.rot or self._replaced is None or self.rank != self.options.rot_rank:
+            return
+        live = next(iter(self.model.parameters.values()))
+        victim = live if self.options.rot == "live" else self._replaced
+        victim.view(-1).view(torch.uint8)[0] ^= 1
+        self._replaced = None
+
     def _parameter(self, name: str, tensor: torch.Tensor) -> Parameter:
         def rebind(other: torch.Tensor) -> None:
             with self._faults.around("rebind"):
+                self._replaced = self.model.parameters[name]
                 self.model.parameters[name] = other
 
         tied = name == "model.embed_tokens.weight" and self.config.tie_word_embeddings

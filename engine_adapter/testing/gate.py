@@ -88,6 +88,12 @@ class PauseGate:
         with self._changed:
             self._changed.wait_for(lambda: bool(ready) or self._wanted or self._stopping, timeout_s)
 
+    @property
+    def failure(self) -> str | None:
+        """What ended the loop, or None."""
+        with self._changed:
+            return None if self._broken is None else f"{type(self._broken).__name__}: {self._broken}"
+
     def fail(self, error: BaseException) -> None:
         """The loop ended: nobody may wait for it."""
         with self._changed:
