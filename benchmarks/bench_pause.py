@@ -30,7 +30,7 @@ BUCKETS_BYTES = 2 * (512 << 20)
 
 @dataclass(slots=True)
 class Measured:
-    """Of one fleet. Milliseconds; `resident`: bytes of all ranks after update 1, 2, 3 and the last."""
+    """Of one fleet. Milliseconds; bytes of all ranks together: `before` the first update, `resident` after each."""
 
     pauses: dict[str, list[float]] = field(default_factory=lambda: {"flip": [], "exchange": []})
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -38,13 +38,13 @@ class Measured:
     stages: list[float] = field(default_factory=list)
     resident: list[int] = field(default_factory=list)
     before: int = 0
-    bytes_read: int = 0
+    shard: int = 0
 
 
 def publish_many(fleet: Fleet, checkpoints: tuple[Path, Path], rounds: int) -> Measured:
     """`rounds` updates with flip and as many with exchange, in turns, and a rollback after each."""
     seen, step = Measured(), 0
-    seen.before = resident_bytes(fleet.rank_pids())
+    seen.before, seen.shard = resident_bytes(fleet.rank_pids()), fleet.shard_bytes()
     live = "start"
     for turn in range(rounds):
         for mode in ("flip", "exchange"):
@@ -54,7 +54,6 @@ def publish_many(fleet: Fleet, checkpoints: tuple[Path, Path], rounds: int) -> M
             seen.parts[mode] = receipt["pause"]
             seen.stages.append(receipt["phases_ms"]["staging"])
             seen.resident.append(resident_bytes(fleet.rank_pids()))
-            seen.bytes_read = receipt["bytes_read"]
             if mode == "flip":
                 back = fleet.rollback(live, receipt["version"], install=mode)
                 seen.rollbacks.append(back["pause"]["pause_ms"])
@@ -64,7 +63,7 @@ def publish_many(fleet: Fleet, checkpoints: tuple[Path, Path], rounds: int) -> M
 
 
 def compare(report: Report, tp: int, small: Measured, big: Measured, bare_s: float) -> None:
-    gigabytes = big.bytes_read / 1e9
+    gigabytes = big.shard / 1e9
     flip = {name: median(each.pauses["flip"]) for name, each in (("small", small), ("big", big))}
     report.add(
         f"pause flip {gigabytes:.2f} GB / few KB, TP={tp}",
@@ -98,17 +97,18 @@ def compare(report: Report, tp: int, small: Measured, big: Measured, bare_s: flo
     growth = big.resident[-1] - big.resident[0]
     report.add(
         f"memory added by updates 2 to {len(big.resident)} / shard, TP={tp}",
-        growth / big.bytes_read,
+        growth / big.shard,
         goal=0.02,
         at_most=True,
         detail=f"after 1, 2, 3, last: {', '.join(f'{big.resident[i] / 1e9:.2f}' for i in (0, 1, 2, -1))} GB",
     )
+    kept = big.before - small.before - (big.shard - small.shard)
     report.add(
-        f"memory added by the first update / (shard + 2 buckets), TP={tp}",
-        (big.resident[0] - big.before) / (big.bytes_read + BUCKETS_BYTES),
+        f"spare and buckets at join / (shard + 2 buckets), TP={tp}",
+        kept / (big.shard + tp * BUCKETS_BYTES),
         goal=1.0,
         at_most=True,
-        detail=f"{big.before / 1e9:.2f} GB at join (spare touched), {big.resident[0] / 1e9:.2f} GB after",
+        detail=f"{kept / 1e9:.2f} GB beside {big.shard / 1e9:.2f} GB of live weights, all ranks",
     )
     report.add(
         f"stage first / later updates, TP={tp}",

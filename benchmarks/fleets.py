@@ -46,6 +46,12 @@ class Fleet:
             members = http.get("/v1/fleet").raise_for_status().json()["members"]
         return [rank["pid"] for member in members for rank in member["ranks"]]
 
+    def shard_bytes(self) -> int:
+        """Weights of all ranks together, replicated ones counted on each."""
+        with self._http(self.coordinator) as http:
+            members = http.get("/v1/fleet").raise_for_status().json()["members"]
+        return sum(rank["weight_bytes"] for member in members for rank in member["ranks"])
+
     def kill_coordinator(self) -> None:
         """As a crash would: no goodbye."""
         self.coordinator.process.send_signal(signal.SIGKILL)
@@ -93,7 +99,7 @@ def fleet(work: Path, model: Path, tp: int, name: str) -> Iterator[Fleet]:
 
 
 def bare_exchange_s(work: Path, name: str) -> float:
-    """Seconds of the best bare exchange: of the slower rank, with the chunk size that was best for all."""
+    """Seconds (median) of a bare exchange: of the slower rank, with the chunk size that was best for all."""
     reports = [json.loads(path.read_text()) for path in sorted((work / name).glob("bare.*.json"))]
     return min(max(report[chunk] for report in reports) for chunk in reports[0])
 

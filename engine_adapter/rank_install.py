@@ -30,6 +30,7 @@ class InstallHalf:
         state = self._state
         if state.install is not None:
             raise wrong_phase("an install is under way")
+        state.auditing.set()  # it would take memory bandwidth from what is to come
         if state.point is None:
             try:
                 state.point = state.engine.pause(request.deadline_s)
