@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.common import Report, best_of
 from engine_adapter.base import Parameter
-from engine_adapter.exchange import CHUNK_BYTES
-from engine_adapter.spare import Spare
+from engine_adapter.rank.exchange import CHUNK_BYTES
+from engine_adapter.rank.spare import Spare
 from transports.base import Box, Read
 from transports.digest import tensor_digest
 from transports.disk import DiskSource

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine_adapter.rank_messages import Hello, RankAuditReply, RankPauseReply, RankPlanReply, RankStatusReply
+from engine_adapter.rank.messages import Hello, RankAuditReply, RankPauseReply, RankPlanReply, RankStatusReply
 from updater.core.errors import Aborted, Failure, Rejected
 
 

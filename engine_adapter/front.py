@@ -16,7 +16,7 @@ from typing import Any
 
 from engine_adapter.admission import Gate
 from engine_adapter.front_work import Ranks, perform
-from engine_adapter.rank_messages import Hello
+from engine_adapter.rank.messages import Hello
 from updater.core import replica as machine
 from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable
 from updater.core.participant import (

@@ -21,9 +21,9 @@ import uvicorn
 
 from engine_adapter.admission import Gate, Limits
 from engine_adapter.base import GenerateRequest, TokenEvent
-from engine_adapter.control_messages import CancelRequest
 from engine_adapter.fleet_client import FleetClient
 from engine_adapter.front import Front, Identity
+from engine_adapter.rank.control_messages import CancelRequest
 from engine_adapter.rank_work import Deadlines, RankWork
 from engine_adapter.ranks import PoolSettings, RankPool
 from engine_adapter.replica_app import ReplicaFace, make_app

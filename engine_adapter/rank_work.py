@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from engine_adapter.admission import Gate
 from engine_adapter.agreement import agree, mismatches, not_proven, same_build, warnings
-from engine_adapter.control_messages import Label, StartServing
 from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
-from engine_adapter.rank_messages import (
+from engine_adapter.rank.control_messages import Label, StartServing
+from engine_adapter.rank.messages import (
     RankAudit,
     RankAuditReply,
     RankCheckPrevious,

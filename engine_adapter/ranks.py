@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_adapter.base import EngineSpec, TokenEvent
-from engine_adapter.channel import ChannelClosed, ChannelError, Frame, FrameKind, FrontChannel
-from engine_adapter.control_messages import CALLS, ENGINE_FAILED, Build, CancelStaging, StopEngine, Tokens
-from engine_adapter.rank_messages import Hello, Refused
+from engine_adapter.rank.channel import ChannelClosed, ChannelError, Frame, FrameKind, FrontChannel
+from engine_adapter.rank.control_messages import CALLS, ENGINE_FAILED, Build, CancelStaging, StopEngine, Tokens
+from engine_adapter.rank.messages import Hello, Refused
 from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError
 
@@ -243,7 +243,7 @@ class RankPool:
         return rank
 
     def _launch(self, number: int, fd: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "engine_adapter.rank_main", "--fd", str(fd), "--parent", str(os.getpid())]
+        command = [sys.executable, "-m", "engine_adapter.rank.main", "--fd", str(fd), "--parent", str(os.getpid())]
         logs = self.settings.logs
         if logs is None:
             return subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)

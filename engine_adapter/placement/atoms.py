@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine_adapter.placement.boxes import Cuts, cells, cuts_of
-from engine_adapter.rank_messages import RankVerifyReply, SourceBoxes, TensorCuts, WireTensor
+from engine_adapter.rank.messages import RankVerifyReply, SourceBoxes, TensorCuts, WireTensor
 from transports.base import Box
 from updater.core.errors import Failure
 from updater.manifest import TensorEntry, content_digest

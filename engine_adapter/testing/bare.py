@@ -17,8 +17,8 @@ from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
 from engine_adapter.placement.declared import Rules, declare, targets_of
 from engine_adapter.placement.rows import Placement
-from engine_adapter.rank_agent import RankAgent
-from engine_adapter.rank_messages import (
+from engine_adapter.rank.agent import RankAgent
+from engine_adapter.rank.messages import (
     RankCheckPrevious,
     RankDiscard,
     RankInstall,

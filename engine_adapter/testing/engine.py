@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter, PausePoint, TokenEvent
-from engine_adapter.control_messages import ENGINE_FAILED
 from engine_adapter.placement.declared import targets_of
 from engine_adapter.placement.rows import Placement
+from engine_adapter.rank.control_messages import ENGINE_FAILED
 from engine_adapter.testing.cache import PrefixCache
 from engine_adapter.testing.comm import Ranks
 from engine_adapter.testing.config import ToyConfig, ToyOptions

@@ -1,6 +1,6 @@
 """The rank processes of one engine under a test's direct control: what a front orders, without its state machine.
 
-Everything here goes through the shipped pieces: `ranks.RankPool`, `rank_main`, `rank_agent`. Only the order of verbs
+Everything here goes through the shipped pieces: `ranks.RankPool`, `rank.main`, `rank.agent`. Only the order of verbs
 and the moment of each are the test's.
 """
 
@@ -17,10 +17,10 @@ from types import TracebackType
 from typing import Any
 
 from engine_adapter.base import GenerateRequest, TokenEvent
-from engine_adapter.control_messages import CancelRequest, StartServing
 from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
-from engine_adapter.rank_messages import (
+from engine_adapter.rank.control_messages import CancelRequest, StartServing
+from engine_adapter.rank.messages import (
     CacheTier,
     RankCheckPrevious,
     RankDigests,

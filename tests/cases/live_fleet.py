@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import psutil
 import uvicorn
 
 from engine_adapter.launch import FrontSettings, Replica
-from engine_adapter.rank_messages import RankDigests, RankStatus
+from engine_adapter.rank.messages import RankDigests, RankStatus
 from engine_adapter.testing.fronts import toy_settings
 from updater import wire
 from updater.coordinator import Coordinator
@@ -202,9 +203,10 @@ class LiveFleet:
         return answer.status_code, told["choices"][0]["token_ids"], told["liveweights"]["version"]
 
     def until(self, reached: Callable[[], bool]) -> None:
-        """Each question is a round trip; the test's own deadline bounds it."""
+        """Asked again and again: each question is a round trip. Raises AssertionError for a hang."""
+        end = time.monotonic() + HANG_S
         while not reached():
-            pass
+            assert time.monotonic() < end, "hangs"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from engine_adapter.placement.declared import Rules
 from engine_adapter.placement.layouts import Merged
 from engine_adapter.placement.names import NameRules
-from engine_adapter.rank_messages import RankStatus
+from engine_adapter.rank.messages import RankStatus
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import (
     EXPERTS,

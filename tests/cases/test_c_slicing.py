@@ -9,7 +9,7 @@ from engine_adapter.placement.declared import Rules, Target, declare
 from engine_adapter.placement.layouts import QKV, Heads, Layout, Merged, PaddedVocab, Sharded
 from engine_adapter.placement.names import NameRules, Stacked
 from engine_adapter.placement.rows import Placement
-from engine_adapter.rank_messages import RankDigests
+from engine_adapter.rank.messages import RankDigests
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import Tensors, checkpoint, manifest_of, replica, sliced
 from transports.digest import tensor_digest, to_hex

@@ -15,8 +15,8 @@ import torch
 
 from engine_adapter.base import Derived
 from engine_adapter.placement.declared import Rules
-from engine_adapter.rank_agent import RankAgent
-from engine_adapter.rank_messages import RankPlan, RankStatus
+from engine_adapter.rank.agent import RankAgent
+from engine_adapter.rank.messages import RankPlan, RankStatus
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import Tensors, checkpoint, holds, manifest_of, replica, sliced
 from transports.base import Source

@@ -10,8 +10,8 @@ import torch
 
 from engine_adapter.base import EngineSpec, GenerateRequest, TokenEvent
 from engine_adapter.placement.atoms import make_cuts
-from engine_adapter.rank_agent import RankAgent
-from engine_adapter.rank_messages import (
+from engine_adapter.rank.agent import RankAgent
+from engine_adapter.rank.messages import (
     RankInstall,
     RankInvalidate,
     RankPause,

@@ -14,9 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_adapter.base import Parameter
-from engine_adapter.exchange import raw_bytes
-from engine_adapter.rank_messages import RankAudit, RankDigests, RankStatus
-from engine_adapter.spare import Spare
+from engine_adapter.rank.exchange import raw_bytes
+from engine_adapter.rank.messages import RankAudit, RankDigests, RankStatus
+from engine_adapter.rank.spare import Spare
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import Tensors, checkpoint, rules, sliced
 from transports.base import Box, Read

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_adapter.base import GenerateRequest, TokenEvent
-from engine_adapter.control_messages import CancelRequest, StartServing
 from engine_adapter.placement.atoms import Combined, combine, make_cuts
-from engine_adapter.rank_messages import (
+from engine_adapter.rank.control_messages import CancelRequest, StartServing
+from engine_adapter.rank.messages import (
     RankCheckPrevious,
     RankDiscard,
     RankInstall,

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from engine_adapter.base import EngineSpec, GenerateRequest, TokenEvent
 from engine_adapter.models import ModelShape, encode, make_model, make_versions, reference_tokens
-from engine_adapter.rank_messages import RankStatus
+from engine_adapter.rank.messages import RankStatus
 from engine_adapter.transformers.engine import TransformersEngine, build
 from tests.integration.embedded_driver import HANG_S, Replica
 from updater.core.errors import LiveweightsError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine_adapter.models import SAFE_MARGIN, ModelShape, encode, make_versions, reference_tokens
-from engine_adapter.rank_messages import RankPause, RankResume, RankStatus
+from engine_adapter.rank.messages import RankPause, RankResume, RankStatus
 from tests.integration.embedded_driver import HANG_S, Replica
 from updater.core.errors import LiveweightsError
 from updater.core.policy import CachePolicy, InstallMode

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.rank_messages import RankStatus
+from engine_adapter.rank.messages import RankStatus
 from engine_adapter.testing.fronts import PROMPT, HandCoordinator, Stage, code_of, toy_stage
 from updater import http, wire
 from updater.core.errors import LiveweightsError

@@ -16,8 +16,8 @@ from engine_adapter.placement.layouts import QKV, Experts, Heads, Layout, Merged
 from engine_adapter.placement.names import NameRules, Stacked
 from engine_adapter.placement.regions import source_region, target_region
 from engine_adapter.placement.rows import CopyRow, FillRow, Placement
-from engine_adapter.rank_messages import RankPlan, RankStage, RankVerify
-from engine_adapter.rank_readback import copy_numbers
+from engine_adapter.rank.messages import RankPlan, RankStage, RankVerify
+from engine_adapter.rank.readback import copy_numbers
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import checkpoint, holds, manifest_of, replica, sliced
 from transports.base import Box

@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from engine_adapter import channel
 from engine_adapter.base import TokenEvent
-from engine_adapter.channel import ChannelClosed, ChannelError, Frame, FrameKind, FrontChannel, Header, RankChannel
-from engine_adapter.control_messages import Tokens
+from engine_adapter.rank import channel
+from engine_adapter.rank.channel import ChannelClosed, ChannelError, Frame, FrameKind, FrontChannel, Header, RankChannel
+from engine_adapter.rank.control_messages import Tokens
 from updater import wire
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine_adapter.exchange import Exchange, is_dense, one_thread, raw_bytes
+from engine_adapter.rank.exchange import Exchange, is_dense, one_thread, raw_bytes
 
 
 class Interrupted(Exception):

@@ -13,8 +13,8 @@ import torch
 from engine_adapter.base import Derived
 from engine_adapter.placement.atoms import make_cuts
 from engine_adapter.placement.declared import Rules, Target, declare
-from engine_adapter.rank_agent import STAGING_VERBS, RankAgent
-from engine_adapter.rank_messages import (
+from engine_adapter.rank.agent import STAGING_VERBS, RankAgent
+from engine_adapter.rank.messages import (
     RANK_MESSAGES,
     RankAudit,
     RankCheckPrevious,

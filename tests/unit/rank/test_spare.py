@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine_adapter.base import Parameter
-from engine_adapter.spare import Spare
+from engine_adapter.rank.spare import Spare
 from transports.testing import refused
 from updater.core.participant import SpareState
 from updater.core.policy import InstallMode

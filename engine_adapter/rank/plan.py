@@ -13,7 +13,7 @@ from engine_adapter.base import RankEngine
 from engine_adapter.placement.casts import Cast, cast_between
 from engine_adapter.placement.coverage import check_destination, check_rows, source_boxes
 from engine_adapter.placement.rows import CopyRow, Placement
-from engine_adapter.rank_messages import RankPlan, RankPlanReply, SourceBoxes, WireTensor
+from engine_adapter.rank.messages import RankPlan, RankPlanReply, SourceBoxes, WireTensor
 from transports.base import Box, Source
 from transports.dtypes import DTYPE_NAMES
 from updater.core.errors import Failure, Rejected

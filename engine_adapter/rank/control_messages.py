@@ -1,6 +1,6 @@
 """What a front tells its ranks beside the transaction: build, serve, label, submit, stop; and what ranks send unasked.
 
-These go over the same channel as `rank_messages` and are answered in the same way.
+These go over the same channel as `messages` and are answered in the same way.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine_adapter.base import EngineSpec, GenerateRequest, TokenEvent
-from engine_adapter.rank_messages import RANK_MESSAGES, Hello, RankDone
+from engine_adapter.rank.messages import RANK_MESSAGES, Hello, RankDone
 
 
 @dataclass(frozen=True, slots=True)

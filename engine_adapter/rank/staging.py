@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from engine_adapter.rank_messages import (
+from engine_adapter.rank.messages import (
     NamedDigest,
     RankAudit,
     RankAuditReply,
@@ -23,10 +23,10 @@ from engine_adapter.rank_messages import (
     RankVerify,
     RankVerifyReply,
 )
-from engine_adapter.rank_plan import Opener, Plan, make_plan
-from engine_adapter.rank_readback import parameter_digests, read_back
-from engine_adapter.rank_replay import Stop, replay
-from engine_adapter.rank_state import RankState, failed, wrong_phase
+from engine_adapter.rank.plan import Opener, Plan, make_plan
+from engine_adapter.rank.readback import parameter_digests, read_back
+from engine_adapter.rank.replay import Stop, replay
+from engine_adapter.rank.state import RankState, failed, wrong_phase
 from transports.digest import to_hex
 from transports.scans import is_zero
 from updater.core.errors import Aborted

@@ -1,4 +1,4 @@
-"""The process of one rank: `python -m engine_adapter.rank_main --fd N`, started by `ranks.RankPool` only.
+"""The process of one rank: `python -m engine_adapter.rank.main --fd N`, started by `ranks.RankPool` only.
 
 Three threads: the main one reads the channel and runs control verbs, one at low priority runs everything that may
 take long while the engine serves (`STAGING_VERBS`), and the engine's own one emits tokens. This file is the rank
@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_adapter.base import EngineFactory, RankEngine, TokenEvent
-from engine_adapter.channel import ChannelClosed, Frame, FrameKind, RankChannel
-from engine_adapter.control_messages import (
+from engine_adapter.rank.agent import STAGING_VERBS, RankAgent
+from engine_adapter.rank.channel import ChannelClosed, Frame, FrameKind, RankChannel
+from engine_adapter.rank.control_messages import (
     CALLS,
     ENGINE_FAILED,
     Build,
@@ -37,8 +38,7 @@ from engine_adapter.control_messages import (
     StopEngine,
     Tokens,
 )
-from engine_adapter.rank_agent import STAGING_VERBS, RankAgent
-from engine_adapter.rank_messages import Hello, RankDone, Refused
+from engine_adapter.rank.messages import Hello, RankDone, Refused
 from transports.base import Cancelled
 from updater import wire
 from updater.core.errors import Failure, LiveweightsError
@@ -222,7 +222,7 @@ class RankProcess:
 
 def main(arguments: list[str] | None = None) -> None:
     """Never returns: threads of the engine or of torch must not keep a rank alive whose front has gone."""
-    parser = argparse.ArgumentParser(prog="engine_adapter.rank_main")
+    parser = argparse.ArgumentParser(prog="engine_adapter.rank.main")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     options = parser.parse_args(arguments)

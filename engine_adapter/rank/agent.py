@@ -1,4 +1,4 @@
-"""The rank's half of the transaction: every verb of `rank_messages`, over one engine and its spare."""
+"""The rank's half of the transaction: every verb of `messages`, over one engine and its spare."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_adapter.base import RankEngine
-from engine_adapter.rank_install import InstallHalf
-from engine_adapter.rank_messages import RankDiscard, RankDone, RankStatus, RankStatusReply
-from engine_adapter.rank_plan import Opener
-from engine_adapter.rank_staging import StagingHalf
-from engine_adapter.rank_state import RankState, wrong_phase
-from engine_adapter.spare import Spare
+from engine_adapter.rank.install import InstallHalf
+from engine_adapter.rank.messages import RankDiscard, RankDone, RankStatus, RankStatusReply
+from engine_adapter.rank.plan import Opener
+from engine_adapter.rank.spare import Spare
+from engine_adapter.rank.staging import StagingHalf
+from engine_adapter.rank.state import RankState, wrong_phase
 from transports.base import Source
 from transports.disk import DiskSource
 from updater.core.participant import SpareState

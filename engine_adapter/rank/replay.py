@@ -10,7 +10,7 @@ import torch
 
 from engine_adapter.placement.regions import target_region
 from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow
-from engine_adapter.rank_plan import Plan
+from engine_adapter.rank.plan import Plan
 from transports.base import Cancelled, Read
 from transports.scans import nonfinite
 from updater.core.errors import Aborted, Failure

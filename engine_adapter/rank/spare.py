@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 
 from engine_adapter.base import Parameter
-from engine_adapter.exchange import CHUNK_BYTES, Exchange, is_dense
+from engine_adapter.rank.exchange import CHUNK_BYTES, Exchange, is_dense
 from updater.core.errors import refuse
 from updater.core.participant import SpareState
 from updater.core.policy import InstallMode

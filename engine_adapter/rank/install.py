@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from engine_adapter.rank_messages import (
+from engine_adapter.rank.messages import (
     CacheTier,
     RankDone,
     RankInstall,
@@ -15,7 +15,7 @@ from engine_adapter.rank_messages import (
     RankRestore,
     RankResume,
 )
-from engine_adapter.rank_state import Install, RankState, failed, wrong_phase
+from engine_adapter.rank.state import Install, RankState, failed, wrong_phase
 from updater.core.errors import Aborted, Failure, Quarantined
 from updater.core.participant import SpareState
 from updater.core.policy import CachePolicy, InstallMode

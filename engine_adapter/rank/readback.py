@@ -12,9 +12,9 @@ from engine_adapter.placement.boxes import Cuts, cells_within, first_overlap, in
 from engine_adapter.placement.casts import Cast
 from engine_adapter.placement.regions import blocks, source_region
 from engine_adapter.placement.rows import CopyRow
-from engine_adapter.rank_messages import AtomDigest, TensorCuts
-from engine_adapter.rank_plan import Plan
-from engine_adapter.rank_replay import Stop
+from engine_adapter.rank.messages import AtomDigest, TensorCuts
+from engine_adapter.rank.plan import Plan
+from engine_adapter.rank.replay import Stop
 from transports.base import Box, Cancelled, Read
 from transports.digest import add, region_digest, tensor_digest, to_hex
 from transports.dtypes import TORCH_DTYPES, carrier

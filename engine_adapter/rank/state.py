@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from engine_adapter.base import PausePoint, RankEngine
-from engine_adapter.rank_messages import RankStageReply, RankVerify, RankVerifyReply
-from engine_adapter.rank_plan import Plan
-from engine_adapter.spare import Spare
+from engine_adapter.rank.messages import RankStageReply, RankVerify, RankVerifyReply
+from engine_adapter.rank.plan import Plan
+from engine_adapter.rank.spare import Spare
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import SpareState
 from updater.core.policy import CachePolicy
