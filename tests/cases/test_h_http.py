@@ -22,8 +22,8 @@ from updater.core.errors import Failure
 from updater.security import ConfigurationError, Tokens
 from updater.service import bind, create_app
 from updater.settings import Settings
-from updater.testing_fronts import digest_of, settle
-from updater.testing_service import LocalService
+from updater.testing.fronts import digest_of, settle
+from updater.testing.service import LocalService
 
 ADMIN, INFERENCE = "admin-token-0123", "inference-token-0123"
 Scenario = Callable[[LocalService], Awaitable[None]]

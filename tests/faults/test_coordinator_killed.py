@@ -19,7 +19,7 @@ import pytest
 import uvicorn
 
 from updater.clock import LoopClock
-from updater.testing_fronts import SimulatedFront, digest_of, front_app
+from updater.testing.fronts import SimulatedFront, digest_of, front_app
 
 PROGRAM = Path(__file__).with_name("coordinator_program.py")
 GUARD_S = 60.0

@@ -15,8 +15,8 @@ import pytest
 
 from updater.core.errors import Failure
 from updater.manifest import Manifest, TensorEntry
-from updater.testing_fronts import SimulatedFront, digest_of, settle
-from updater.testing_service import DEADLINES, LocalService
+from updater.testing.fronts import SimulatedFront, digest_of, settle
+from updater.testing.service import DEADLINES, LocalService
 
 Scenario = Callable[[LocalService], Awaitable[None]]
 

@@ -11,8 +11,8 @@ import pytest
 from updater.core.effects import Record
 from updater.journal import Journal
 from updater.settings import Deadlines
-from updater.testing_fronts import Fleet, ManualClock, SimulatedFront, digest_of, settle
-from updater.testing_service import LocalService
+from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, digest_of, settle
+from updater.testing.service import LocalService
 
 DEADLINES = Deadlines(shutdown_s=1.0, recover_s=1.0, status_s=1.0, retry_first_s=0.01)
 

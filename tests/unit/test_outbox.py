@@ -14,7 +14,7 @@ from updater.core.policy import InFlight
 from updater.outbox import SLACK_S, Outbox
 from updater.participants import Refusal, Unreachable
 from updater.settings import Deadlines
-from updater.testing_fronts import ManualClock, settle
+from updater.testing.fronts import ManualClock, settle
 
 
 def send(verb: str = "install", serial: int = 1, replica: str = "one") -> Send:

@@ -15,7 +15,7 @@ from updater.core.participant import Fence, FenceRequest, FrontStatus, StatusReq
 from updater.http import problem
 from updater.participants import HttpParticipant, Refusal, Unreachable
 from updater.security import Tokens
-from updater.testing_fronts import ManualClock, SimulatedFront, front_app
+from updater.testing.fronts import ManualClock, SimulatedFront, front_app
 from updater.wire_http import Client, TooLong
 
 TOKEN = "admin-token-0123"

@@ -17,7 +17,7 @@ from updater.metrics import Metrics
 from updater.schemas import PolicyBody, UpdateRequest
 from updater.service import bind, create_app
 from updater.settings import Settings
-from updater.testing_service import LocalService
+from updater.testing.service import LocalService
 from updater.timeline import Timeline
 
 ROUTES = {

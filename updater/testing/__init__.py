@@ -1,6 +1,7 @@
 """Test doubles of the fleet: `Simulation` moves the real machines by hand, `SimulatedReplica` is one member of it.
 
-May import `updater.core` and the participant seam. Nothing in production imports this package.
+`fronts` and `service` are for tests of the shell: fronts on the real replica machine behind real HTTP, and a whole
+coordinator on a loopback port. Nothing in production imports this package.
 """
 
 from updater.testing.replica import SimulatedReplica

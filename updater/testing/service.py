@@ -17,7 +17,7 @@ from updater.journal import Journal
 from updater.security import Tokens
 from updater.service import create_app
 from updater.settings import Deadlines, Settings
-from updater.testing_fronts import Fleet, ManualClock, SimulatedFront, settle
+from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, settle
 
 #: Real time may pass while a test's clock stands still, so these are short.
 DEADLINES = Deadlines(shutdown_s=1.0, recover_s=1.0, status_s=1.0)
