@@ -150,8 +150,7 @@ def make_app(face: ReplicaFace, gate: Gate, text: ModelText, tokens: Tokens) -> 
     app = FastAPI(title="liveweights replica", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(Completions(gate, text, face.digest_of).router())
     app.add_api_route("/participant/v1/{verb}", face.participant, methods=["POST"], response_model=None)
-    app.add_api_route("/replica/v1/readmit", face.readmit, methods=["POST"], response_model=None)
-    app.add_api_route("/replica/v1/release", face.release, methods=["POST"], response_model=None)
+    add_operator_routes(app, face)
     app.add_api_route("/healthz", face.healthz, methods=["GET"], response_model=None)
     app.add_api_route("/readyz", face.readyz, methods=["GET"], response_model=None)
     app.add_api_route("/v1/version", face.version, methods=["GET"], response_model=None)
@@ -168,3 +167,9 @@ def make_app(face: ReplicaFace, gate: Gate, text: ModelText, tokens: Tokens) -> 
         live_version=lambda: face.live_version,
     )
     return app
+
+
+def add_operator_routes(app: FastAPI, face: ReplicaFace) -> None:
+    """What a person may ask of one replica. Admin scope: `http.install` knows no other path for them."""
+    app.add_api_route("/replica/v1/readmit", face.readmit, methods=["POST"], response_model=None)
+    app.add_api_route("/replica/v1/release", face.release, methods=["POST"], response_model=None)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from updater.core.errors import Failure, LiveweightsError, RolledBack, Unauthorized, Unavailable
+from updater.core.participant import ReleaseTo
 from updater.core.policy import CachePolicy, InFlight, InstallMode, OnBusy
 
 if TYPE_CHECKING:
@@ -213,6 +214,31 @@ def history(
             cli_views.print_json([one.model_dump(mode="json") for one in receipts])
         else:
             cli_views.history(receipts)
+
+
+@app.command()
+def readmit(
+    url: Annotated[str, typer.Argument(help="The replica, not the coordinator.")],
+    as_json: Json = False,
+) -> None:
+    """Take a quarantined replica back if all its ranks prove one version; it joins again."""
+    from updater import cli_replica
+
+    with _errors(as_json):
+        cli_replica.run(url, "readmit", {}, as_json=as_json)
+
+
+@app.command()
+def release(
+    url: Annotated[str, typer.Argument(help="The replica, not the coordinator.")],
+    to: Annotated[ReleaseTo, typer.Option(help="What is installed, or what served before it.")],
+    as_json: Json = False,
+) -> None:
+    """Open a replica by hand that has installed and whose coordinator does not come back. Recorded in its status."""
+    from updater import cli_replica
+
+    with _errors(as_json):
+        cli_replica.run(url, "release", {"to": to.value}, as_json=as_json)
 
 
 @app.command()

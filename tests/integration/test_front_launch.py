@@ -115,3 +115,37 @@ def test_an_engine_that_cannot_start_exits_non_zero_and_leaves_nothing(tmp_path:
     options = ("--engine", "toy", "--model", model, "--port", free_port(), "--option", "no_such_option=1")
     with program(log, "engine", *options) as replica:
         assert replica.wait(START_S) == 1
+
+
+def test_a_quarantined_replica_is_readmitted_by_its_operator(tmp_path: Path) -> None:
+    """A cache that does not clear, then a rank that does not go back: nobody serves that until it was proved."""
+    torch.set_num_threads(1)
+    roots = tmp_path / "checkpoints"
+    old, new = make_toy_checkpoint(roots / "old", seed=7), make_toy_checkpoint(roots / "new", seed=8)
+    expected = {name: list(Reference.load(path).generate(PROMPT, 8)) for name, path in (("old", old), ("new", new))}
+    hub, engine = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
+    log = tmp_path / "log"
+    serve = ("serve", "--port", hub.rsplit(":", 1)[1], "--state", tmp_path / "state", "--root", roots)
+    # Labels on rank 1: at the start, by the admission, by the install; the one of the restore fails.
+    fault = "fault=raise:before:reset_cache:0:1;raise:before:set_version:1:4"
+    start = ("engine", "--engine", "toy", "--model", old, "--tp", 2, "--port", engine.rsplit(":", 1)[1])
+    start = (*start, "--coordinator", hub, "--root", roots, "--replica", "r0", "--option", fault)
+
+    with program(log, *serve), httpx.Client(base_url=hub, timeout=90.0, trust_env=False) as client:
+        with program(log, *start) as replica:
+            until_ready(engine, replica, log)
+            receipt = client.post("/v1/updates", params={"wait": "true"}, json={"path": str(new), "version": 1})
+            assert receipt.json()["outcome"] == "rolled_back", receipt.text
+            assert httpx.get(f"{engine}/readyz", trust_env=False).status_code == 503
+            assert httpx.get(f"{engine}/healthz", trust_env=False).json()["state"] == "quarantined"
+            with program(log, "readmit", engine) as operator:
+                assert operator.wait(60) == 0, log.read_text()
+            until_ready(engine, replica, log)
+            answer = complete(engine)
+            assert (answer["choices"][0]["token_ids"], answer["liveweights"]["version"]) == (expected["old"], "start")
+            receipt = client.post("/v1/updates", params={"wait": "true"}, json={"path": str(new), "version": 2})
+            assert receipt.status_code == 200, receipt.text
+            answer = complete(engine)
+            assert (answer["choices"][0]["token_ids"], answer["liveweights"]["version"]) == (expected["new"], "0-2")
+            assert [member["replica"] for member in client.get("/v1/fleet").json()["members"]] == ["r0"]
+            assert client.get("/v1/version").json()["version"] == "0-2"

@@ -1,0 +1,55 @@
+"""What an operator says to one replica, past its coordinator: `liveweights readmit` and `liveweights release`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import httpx
+
+from updater import cli_views, http, wire
+from updater.core.errors import Failure, LiveweightsError, Unavailable
+from updater.core.participant import FrontStatus
+from updater.security import ADMIN_ENV
+
+#: A readmission digests the live bytes of every rank: about 3 GB/s for each.
+ANSWER_S = 900.0
+
+
+def run(url: str, verb: str, body: Mapping[str, str], *, as_json: bool) -> None:
+    """Ask and show what the replica is then. Raises LiveweightsError; nothing has changed then, or what it says."""
+    status = ask(url, verb, body)
+    if as_json:
+        cli_views.print_json(wire.plain(status))
+        return
+    by_hand = f", released by hand to {status.released.to.value}" if status.released else ""
+    cli_views.out.print(f"{status.replica}: {status.state.value} on {status.live_version}{by_hand}", markup=False)
+
+
+def ask(url: str, verb: str, body: Mapping[str, str]) -> FrontStatus:
+    token = os.environ.get(ADMIN_ENV, "")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        response = httpx.post(
+            f"{url.rstrip('/')}/replica/v1/{verb}",
+            json=dict(body),
+            headers=headers,
+            timeout=httpx.Timeout(ANSWER_S, connect=10.0),
+            trust_env=False,
+        )
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise Unavailable(Failure("unreachable", f"{url} does not answer: {error}")) from None
+    if response.status_code != 200:
+        raise _problem(url, response)
+    try:
+        status: FrontStatus = wire.decode(FrontStatus, response.content)
+    except (wire.WireError, ValueError) as error:
+        raise Unavailable(Failure("unreachable", f"{url} is no replica: {error}")) from None
+    return status
+
+
+def _problem(url: str, response: httpx.Response) -> LiveweightsError:
+    try:
+        return http.error_of(response.status_code, response.json())
+    except ValueError:
+        return Unavailable(Failure("unreachable", f"{url} is no replica: status {response.status_code}"))
