@@ -103,8 +103,8 @@ class RankEngine(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why this rank can neither serve nor pause any more, or None. Its process then ends, so that its front does
-        not go on failing every request. Set before the last events of the requests that it ran.
+        """Why this rank can neither serve nor pause any more, or None. Looked at a few times a second, from a thread of
+        its own; the process then ends, so that its front does not go on failing every request.
         """
 
     def parameters(self) -> Mapping[str, Parameter]:

@@ -1,7 +1,8 @@
 """The process of one rank: `python -m engine_adapter.rank.main --fd N`, started by `ranks.RankPool` only.
 
-Three threads: the main one reads the channel and runs control verbs, one at low priority runs everything that may
-take long while the engine serves (`STAGING_VERBS`), and the engine's own one emits tokens. This file is the rank
+Four threads: the main one reads the channel and runs control verbs, one at low priority runs everything that may
+take long while the engine serves (`STAGING_VERBS`), the engine's own one emits tokens, one looks whether it failed.
+This file is the rank
 boundary: whatever a verb raises becomes a `Refused` with typed failures.
 """
 
@@ -46,6 +47,7 @@ from updater.core.participant import RankInfo
 
 _PR_SET_PDEATHSIG = 1
 _STAGING_NICENESS = 10
+_WATCH_S = 0.25  # how long a failed engine may go unnoticed
 
 
 def die_with_parent(parent: int) -> None:
@@ -142,16 +144,17 @@ class RankProcess:
                 traceback.print_exc()
             answer = Frame.of(FrameKind.REFUSED, number, verb, Refused(failures_of(error)))
         self._channel.send(answer)
-        self._end_if_failed()
 
-    def _end_if_failed(self) -> None:
+    def _watch(self, engine: RankEngine) -> None:
         """An engine that failed inside a process that lives would fail every request for ever: let the front learn of
         it from the kernel, like of any other death.
         """
-        failure = self._engine.failure if self._engine is not None else None
-        if failure is not None and not self._stopping:
-            print(f"the engine failed: {failure}", file=sys.stderr, flush=True)
-            os._exit(ENGINE_FAILED)
+        while not self._stopping:
+            failure = engine.failure
+            if failure is not None and not self._stopping:
+                print(f"the engine failed: {failure}", file=sys.stderr, flush=True)
+                os._exit(ENGINE_FAILED)
+            time.sleep(_WATCH_S)
 
     def _handle(self, verb: str, request: Any) -> Any:
         own = self._verbs.get(verb)
@@ -185,7 +188,9 @@ class RankProcess:
 
     def _start(self, request: StartServing) -> None:
         self._ready_agent().label(request.version, request.digest)
-        self._ready_engine().start(self._emit)
+        engine = self._ready_engine()
+        engine.start(self._emit)
+        threading.Thread(target=self._watch, args=(engine,), name="watch", daemon=True).start()
 
     def _label(self, request: Label) -> None:
         engine, agent = self._ready_engine(), self._ready_agent()
@@ -216,8 +221,6 @@ class RankProcess:
             self._channel.send(Frame.of(FrameKind.EVENT, 0, "tokens", Tokens((event,))))
         except ChannelClosed:
             return
-        if event.finish_reason == "error":
-            self._end_if_failed()
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 
 from engine_adapter.base import EngineSpec, GenerateRequest, TokenEvent
 from engine_adapter.models import ModelShape, encode, make_model, make_versions, reference_tokens
-from engine_adapter.rank.messages import RankStatus
 from engine_adapter.transformers.engine import TransformersEngine, build
 from tests.integration.embedded_driver import HANG_S, Replica
 from updater.core.errors import LiveweightsError
@@ -270,7 +269,7 @@ def test_a_forward_that_raises_on_one_rank_ends_both_loops(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_leaves_the_other_controllable(tmp_path: Path, victim: int) -> None:
+def test_a_rank_that_dies_ends_the_other_within_a_deadline(tmp_path: Path, victim: int) -> None:
     replica = Replica(make_model(tmp_path / "model"), 2)
     try:
         request = replica.submit(PROMPT, 1500)
@@ -279,10 +278,9 @@ def test_a_rank_that_dies_leaves_the_other_controllable(tmp_path: Path, victim: 
         if victim == 1:
             reply = replica.wait(request)
             assert reply.reason == "error"
-            assert replica.first("status", RankStatus()).paused is False
             with pytest.raises(LiveweightsError) as caught:
                 replica.submit(PROMPT, 4)
-            assert caught.value.code == "rank_failed"
+            assert caught.value.code in ("rank_failed", "rank_died")  # its process ends a moment later
         with pytest.raises(LiveweightsError) as caught:
             replica.pause(1)
         assert "rank_died" in {failure.code for failure in caught.value.failures}

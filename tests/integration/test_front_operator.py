@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine_adapter.models import encode, make_model
 from engine_adapter.rank.messages import RankStatus
-from engine_adapter.testing.fronts import PROMPT, HandCoordinator, Stage, code_of, toy_stage
+from engine_adapter.testing.fronts import (
+    PROMPT,
+    HandCoordinator,
+    Stage,
+    code_of,
+    running_replica,
+    toy_settings,
+    toy_stage,
+)
 from updater import http, wire
 from updater.core.errors import LiveweightsError
 from updater.core.participant import FenceRequest, FrontState, FrontStatus, Kind, Released, ReleaseTo, SpareState
@@ -202,3 +212,17 @@ def test_an_engine_that_fails_in_a_process_that_lives_breaks_the_replica(tmp_pat
             assert await code_of(operate(c, "readmit")) == "rank_died"
 
         stage.play(scene)
+
+
+def test_the_embedded_engine_that_fails_breaks_the_replica_too(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    factory = "tests.integration.failing_engine:build"
+
+    async def life() -> None:
+        async with running_replica(toy_settings(model, factory=factory)) as replica, HandCoordinator(replica) as c:
+            assert await code_of(c.complete(encode("once"))) in ("rank_failed", "rank_died")
+            await c.until(lambda status: status.state is FrontState.BROKEN)
+            assert (await c.client.get("/readyz")).status_code == 503
+            assert await code_of(c.complete(encode("again"))) == "shut"
+
+    asyncio.run(asyncio.wait_for(life(), 200))

@@ -240,8 +240,12 @@ def trouble(state: FleetState, failures: tuple[Failure, ...]) -> Moved:
 def _outcome(phase: Phase, target: Phase, update: Transaction) -> Outcome:
     if target is Phase.RESTORING:
         return Outcome.ROLLED_BACK
-    asked_for = bool(update.failures) and update.failures[-1].code in CLIENT_REASONS
-    return Outcome.REJECTED if phase is Phase.PLANNING and not asked_for else Outcome.ABORTED
+    return Outcome.REJECTED if phase is Phase.PLANNING and not _asked_for(update) else Outcome.ABORTED
+
+
+def _asked_for(update: Transaction) -> bool:
+    """Whether a client wanted this end. A member that uses such a word speaks of its own work, and is named."""
+    return any(failure.code in CLIENT_REASONS and not failure.replica for failure in update.failures)
 
 
 def undo(state: FleetState, reason: str) -> Moved | None:
@@ -340,7 +344,7 @@ def finish(state: FleetState) -> Moved:
 def _gave_up(state: FleetState) -> FleetState:
     """Not tried again against the same live version, unless it was only in the way of a client."""
     update = current(state)
-    if any(failure.code in CLIENT_REASONS for failure in update.failures):
+    if _asked_for(update):
         return state
     for member in present(state):
         state = state.with_member(replace(member, gave_up_on=update.label))

@@ -37,8 +37,8 @@ def rank_died(state: ReplicaState, event: RankDied, now: float) -> Step:
 
 
 def audit_failed(state: ReplicaState, event: AuditFailed, now: float) -> Step:
-    """What serves is not what was voted (I1, I2). An audit of what is not live any more says nothing."""
-    if state.live != event.audited:
+    """What serves, or what a restore would bring back, is not what was voted (I1, I2)."""
+    if event.audited not in (state.live, state.old):
         return state, ()
     after, effects = _out_of_service(state, FrontState.QUARANTINED, event.failure)
     # I6: what was being staged is let go of; a readmission drops the rest.

@@ -107,6 +107,14 @@ def test_a_late_audit_of_what_is_not_live_any_more_says_nothing() -> None:
     assert front.state == before
 
 
+def test_an_audit_that_ends_after_the_install_still_keeps_what_it_found_from_coming_back() -> None:
+    front = Front().join().vote().pause().install()
+    front.feed(AuditFailed(BASE, ROT))
+    assert front.state.state is FrontState.QUARANTINED
+    front.ask("restore", FenceRequest(front.fence(*FIRST)))
+    assert (front.refused(), front.saw(Work)) == ("tensor_digest", None)
+
+
 @pytest.mark.parametrize("event", [AuditFailed(BASE, ROT), SpareLost(EMPTY, ROT)])
 def test_a_broken_replica_stays_broken(event: Any) -> None:
     front = Front().join()
