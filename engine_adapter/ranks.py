@@ -176,9 +176,11 @@ class RankPool:
     async def _gather(
         self, verb: str, requests: Sequence[Any], calls: Sequence[asyncio.Future[Any]], deadline_s: float
     ) -> list[Failure]:
+        """What went wrong on any rank. What a rank says only because we stopped it for another's sake is left out."""
         end = time.monotonic() + deadline_s
         failures: list[Failure] = []
         pending = set(calls)
+        stopped = False  # by us, for a failure that came first
         while pending:
             done, pending = await asyncio.wait(
                 pending, timeout=max(0.0, end - time.monotonic()), return_when=asyncio.FIRST_COMPLETED
@@ -191,12 +193,12 @@ class RankPool:
                 ]
                 self._cancel(verb, requests)
                 break
-            new = [f for call in calls if call in done and (f := _failures(call))]
-            failures += [failure for several in new for failure in several]
-            if new and len(failures) == sum(map(len, new)):
+            new = [failure for call in calls if call in done for failure in _failures(call)]
+            failures += [failure for failure in new if not (stopped and failure.code == "client_abort")]
+            if failures and not stopped and verb in _CANCELLABLE:
+                stopped = True
                 self._cancel(verb, requests)
-                if verb in _CANCELLABLE:
-                    end = min(end, time.monotonic() + _CANCEL_GRACE_S)
+                end = min(end, time.monotonic() + _CANCEL_GRACE_S)
             if any(failure.code == "rank_died" for failure in failures):
                 break
         return failures

@@ -399,3 +399,23 @@ def test_an_update_without_participants_never_goes_on(sim: Simulation) -> None:
     after, effects = flow.enter(empty, Phase.INSTALLING)
     assert flow.current(after).end is Outcome.ROLLED_BACK
     assert not any(isinstance(effect, Finish) for effect in effects)
+
+
+# --- whose words count
+
+
+@pytest.mark.parametrize("reason", sorted(flow.CLIENT_REASONS))
+def test_a_member_that_speaks_of_an_abort_does_not_speak_for_the_client(sim: Simulation, reason: str) -> None:
+    """A front may report that its own ranks were told to stop; that is still its refusal."""
+    sim.begin("u", 4)
+    update = state(sim).update
+    assert update is not None
+    assert state(sim).phase is Phase.PLANNING
+    fence = state(sim).fence(update.serial, update.attempt, dict(update.participants)["b"])
+    failures = (Failure("tensor_shape", "no"), Failure(reason, "told to stop", replica="b", rank=1))
+    after, _ = fleet.step(state(sim), Refused("b", "plan", fence, failures))
+    assert after.update is not None
+    assert after.update.end is Outcome.REJECTED
+    asked, _ = fleet.step(state(sim), AbortRequested("u"))
+    assert asked.update is not None
+    assert asked.update.end is Outcome.ABORTED
