@@ -192,6 +192,13 @@ class Coordinator:
     def members(self) -> list[MemberState]:
         return [self._directory.view(member) for member in self.state.members]
 
+    def member(self, replica: str) -> MemberState:
+        """Raises `not_found`."""
+        member = self.state.member(replica)
+        if member is None:
+            raise self.desk.error(Failure("not_found", "no such member", replica=replica))
+        return self._directory.view(member)
+
     def fleet(self) -> FleetView:
         state = self.state
         serial = state.update.serial if state.update is not None else 0

@@ -101,16 +101,27 @@ class Joins:
         return replace(description, url=url)
 
     async def _old_gone(self, replica: str) -> bool:
-        """Whether the process that is the member now missed a probe, or another one answers in its place."""
+        """Whether the process that is the member now missed too many probes, or another one answers in its place.
+
+        Not answering this once proves nothing (I9): it may stand still for a moment, and serve when it goes on.
+        """
         member, contact = self._machine.state.member(replica), self._directory.get(replica)
         if member is None or contact is None:
             return True
         status = await self._directory.ask(contact.participant, self._deadlines.status_s)
-        return status is None or status.incarnation != member.incarnation
+        if status is None:
+            return contact.missed >= self._deadlines.lost_after
+        return status.incarnation != member.incarnation
 
-    async def leave(self, replica: str, confirm_dead: bool) -> None:
-        """Remove a member. One that may be serving needs `confirm_dead`: its silence proves nothing."""
+    async def leave(self, replica: str, confirm_dead: bool, incarnation: str | None = None) -> None:
+        """Remove a member. One that may be serving needs `confirm_dead`: its silence proves nothing.
+
+        `incarnation`: who says so, None for an operator. `replica_id_taken` if the member is another process.
+        """
         self._desk.must_run()
+        member = self._machine.state.member(replica)
+        if member is not None and incarnation not in (None, member.incarnation):
+            raise self._desk.error(Failure("replica_id_taken", "another process is the member", replica=replica))
         answer = self._machine.ask(ev.Left(replica, confirm_dead))
         if isinstance(answer, Denied):
             raise self._desk.error(*answer.failures)

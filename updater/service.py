@@ -92,6 +92,7 @@ class _Face:
         app.get("/v1/fleet", response_model=FleetState)(self.fleet)
         app.get("/v1/history")(self.history)
         app.post("/v1/fleet/replicas", status_code=201, response_model=MemberState)(self.join)
+        app.get("/v1/fleet/replicas/{replica}", response_model=MemberState)(self.member)
         app.delete("/v1/fleet/replicas/{replica}", status_code=204, response_class=Response)(self.leave)
         app.post("/v1/fleet/adopt", response_model=FleetState)(self.adopt)
 
@@ -195,8 +196,16 @@ class _Face:
     async def join(self, body: JoinBody) -> MemberState:
         return await self._coordinator.joins.join(body.replica, body.url.rstrip("/"))
 
-    async def leave(self, replica: str, confirm_dead: Annotated[bool, Query()] = False) -> Response:
-        await self._coordinator.joins.leave(replica, confirm_dead)
+    async def member(self, replica: str) -> MemberState:
+        return self._coordinator.member(replica)
+
+    async def leave(
+        self,
+        replica: str,
+        confirm_dead: Annotated[bool, Query()] = False,
+        incarnation: Annotated[str | None, Query(min_length=1, max_length=128)] = None,
+    ) -> Response:
+        await self._coordinator.joins.leave(replica, confirm_dead, incarnation)
         return Response(status_code=204)
 
     async def adopt(self, body: AdoptBody) -> FleetState:

@@ -35,6 +35,7 @@ ROUTES = {
     "GET /v1/fleet",
     "GET /v1/history",
     "POST /v1/fleet/replicas",
+    "GET /v1/fleet/replicas/{replica}",
     "DELETE /v1/fleet/replicas/{replica}",
     "POST /v1/fleet/adopt",
     "GET /healthz",

@@ -64,8 +64,9 @@ class AbortRequested:
 class Joined:
     """A front asks to become a member; `description` was just fetched from it.
 
-    `old_gone`: the process that holds this id under another incarnation missed a probe. Without it the second of two
-    live processes with one id is denied (`replica_id_taken`).
+    `old_gone`: the process that holds this id under another incarnation missed as many probes as make it lost, or
+    another one answers in its place. Without it the second of two processes with one id is denied
+    (`replica_id_taken`).
     """
 
     description: Description
