@@ -87,6 +87,7 @@ class RankAgent:
         with state.quiet():
             if state.install is not None and state.install.serial == request.serial:
                 raise wrong_phase("this update is installed: restore first")
+            state.discarded = request.serial
             if state.plan is not None and state.plan.request.serial == request.serial:
                 state.drop_plan()
             spare = state.spare

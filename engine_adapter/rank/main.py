@@ -2,8 +2,7 @@
 
 Four threads: the main one reads the channel and runs control verbs, one at low priority runs everything that may
 take long while the engine serves (`STAGING_VERBS`), the engine's own one emits tokens, one looks whether it failed.
-This file is the rank
-boundary: whatever a verb raises becomes a `Refused` with typed failures.
+This file is the rank boundary: whatever a verb raises becomes a `Refused` with typed failures.
 """
 
 from __future__ import annotations

@@ -57,8 +57,11 @@ class StagingHalf:
         with state.staging:
             if state.plan is not None and state.plan.request == request and not state.plan.closed:
                 return state.plan.reply
-            state.drop_plan()
             cancelled = threading.Event()
+            if request.serial == state.discarded:  # it waited its turn and was overtaken (I6)
+                cancelled.set()
+                raise self._endless(cancelled).error()
+            state.drop_plan()
             self._planning = (request.serial, cancelled)
             try:
                 plan = make_plan(state.engine, state.spare.live, request, self._open_source)

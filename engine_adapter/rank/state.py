@@ -38,8 +38,9 @@ class RankState:
     """`label`: version and content digest of what is live. `voted`: serial and fingerprint of the last yes.
 
     `live_digests`, `spare_digests`: parameter digests as of the vote, or None where nobody looked. `point`: where the
-    engine stands while it is paused. `last_install`, `undone`: (serial, attempt) since the last vote. `staging` is
-    held by whichever staging verb runs. `auditing`: ends the audit that reads along without holding it.
+    engine stands while it is paused. `last_install`, `undone`: (serial, attempt) since the last vote. `discarded`: the
+    last serial that was. `staging` is held by whichever staging verb runs. `auditing`: ends the audit that reads along
+    without holding it.
     """
 
     engine: RankEngine
@@ -56,6 +57,7 @@ class RankState:
     install: Install | None = None
     last_install: tuple[int, int] | None = None
     undone: tuple[int, int] | None = None
+    discarded: int = -1
     staging: threading.Lock = field(default_factory=threading.Lock)
     auditing: threading.Event = field(default_factory=threading.Event)
 

@@ -637,3 +637,13 @@ def test_an_install_does_not_wait_for_an_audit(what: str, mode: InstallMode) -> 
     rank.resume(2)
     audits.clear()
     assert (rank.agent.audit(RankAudit("live")).checked, rank.agent.audit(RankAudit("spare")).checked) == (2, 2)
+
+
+def test_a_plan_that_a_discard_overtook_opens_nothing() -> None:
+    """The plan waits behind other staging work while the control thread already drops its update (I6)."""
+    rank = Rank()
+    rank.agent.discard(RankDiscard(1))
+    with refused("client_abort"):
+        rank.plan(1)
+    assert rank.opened == []
+    rank.stage(2)
