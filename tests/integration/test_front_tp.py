@@ -46,8 +46,9 @@ def test_two_ranks_publish_one_version_and_a_killed_rank_breaks_the_replica(tmp_
             os.kill(stage.replica.pool.pids[1], signal.SIGKILL)
             with pytest.raises(LiveweightsError) as caught:
                 await running
-            assert (caught.value.code, caught.value.failures[0].rank) == ("rank_died", 1)
-            status = await c.status()
+            # Rank 0 may say that its peer is gone before the kernel does.
+            assert (caught.value.code, caught.value.failures[0].rank) in (("rank_died", 1), ("rank_failed", 0))
+            status = await c.until(lambda status: status.state is FrontState.BROKEN)
             assert (status.state, status.failure and status.failure.rank) == (FrontState.BROKEN, 1)
             assert (await c.client.get("/readyz")).status_code == 503
             assert (await c.client.get("/healthz")).status_code == 200
