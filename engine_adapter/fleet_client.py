@@ -1,27 +1,35 @@
-"""What a front says to its coordinator on its own: I am here, and I leave."""
+"""What a front says to its coordinator on its own: I am here, am I still the member, and I leave."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 
 from updater import http
+from updater.core.errors import Failure, LiveweightsError, Unavailable
 
 _log = logging.getLogger("liveweights.front")
 _FIRST_RETRY_S = 0.2
 _LAST_RETRY_S = 5.0
 #: The coordinator knows its members; asking again while joining only covers one that lost its memory meanwhile.
 _REMIND_S = 10.0
+#: Nobody waits for the answer, and the next question comes soon.
+_WATCH_DEADLINE_S = 5.0
 
 
 class FleetClient:
-    """`token`: the admin token of the coordinator, or empty."""
+    """`incarnation`: of the front now; a readmission changes it. `token`: the coordinator's admin token, or empty."""
 
-    def __init__(self, coordinator: str, replica: str, url: str, token: str = "") -> None:
-        self._replica, self._url = replica, url
+    def __init__(
+        self, coordinator: str, replica: str, url: str, incarnation: Callable[[], str], token: str = ""
+    ) -> None:
+        self._replica, self._url, self._incarnation = replica, url, incarnation
+        self._mine: set[str] = set()  # incarnations of this process that asked to be admitted
+        self._last = ""  # the one that may be the member; empty if none is
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = httpx.AsyncClient(
             base_url=coordinator.rstrip("/"), headers=headers, timeout=httpx.Timeout(30.0, connect=5.0), trust_env=False
@@ -31,36 +39,77 @@ class FleetClient:
         """Until the front was admitted. Retries whatever goes wrong: nobody else could."""
         delay = _FIRST_RETRY_S
         while not admitted():
-            problem = await self._try("POST", "/v1/fleet/replicas", {"replica": self._replica, "url": self._url})
-            if problem:
-                _log.warning("not registered yet: %s", problem)
+            try:
+                await self._ask_in()
+            except LiveweightsError as error:
+                _log.warning("not registered yet: %s", error)
                 delay = min(delay * 2, _LAST_RETRY_S)
             else:
                 delay = _REMIND_S
             await asyncio.sleep(delay)
 
+    async def _ask_in(self) -> None:
+        """An answer that got lost may have been a yes; only a no says that another process is the member."""
+        mine = self._incarnation()
+        self._mine.add(mine)
+        self._last = mine
+        try:
+            await self._call("POST", "/v1/fleet/replicas", json={"replica": self._replica, "url": self._url})
+        except LiveweightsError as error:
+            if error.code == "replica_id_taken":
+                self._last = ""
+            raise
+
+    async def watch(self, every_s: float, admitted: Callable[[], bool]) -> Failure:
+        """Returns, with why, once the coordinator says that another process is the member under this id.
+
+        A process that stood still may have been replaced and would go on with what it served then (I1). Silence,
+        errors and a coordinator that knows no such member say nothing.
+        """
+        while True:
+            await asyncio.sleep(every_s)
+            member = await self._member() if admitted() else ""
+            if admitted() and member and member not in self._mine:
+                self._last = ""
+                return Failure("replica_fenced", "another process is the member under this id", replica=self._replica)
+
+    async def _member(self) -> str:
+        """The incarnation of the member under this id, or empty."""
+        try:
+            async with asyncio.timeout(_WATCH_DEADLINE_S):
+                answer = await self._call("GET", f"/v1/fleet/replicas/{self._replica}")
+        except (TimeoutError, LiveweightsError) as error:
+            _log.debug("nothing heard of the membership: %s", error)
+            return ""
+        told = answer.get("incarnation") if isinstance(answer, dict) else None
+        return told if isinstance(told, str) else ""
+
     async def leave(self, deadline_s: float) -> None:
-        """The front is shut for good: its silence must not block the next publication."""
+        """The front is shut for good: its silence must not block the next publication.
+
+        Said of this life only: under the same id another process may be the member, and serve.
+        """
+        if not self._last:
+            return
+        params = {"confirm_dead": "true", "incarnation": self._last}
         try:
             async with asyncio.timeout(deadline_s):
-                problem = await self._try("DELETE", f"/v1/fleet/replicas/{self._replica}?confirm_dead=true", None)
-        except TimeoutError:
-            problem = "no answer"
-        if problem:
-            _log.warning("left without saying so: %s", problem)
+                await self._call("DELETE", f"/v1/fleet/replicas/{self._replica}", params=params)
+        except (TimeoutError, LiveweightsError) as error:
+            _log.warning("left without saying so: %s", str(error) or "no answer")
 
-    async def _try(self, method: str, path: str, body: dict[str, str] | None) -> str:
-        """Empty when it went well, else why not."""
+    async def _call(self, method: str, path: str, **options: Any) -> Any:
+        """The JSON that was answered, or None. Raises LiveweightsError, Unavailable for no usable answer."""
         try:
-            response = await self._client.request(method, path, json=body)
+            response = await self._client.request(method, path, **options)
+            answer = response.json() if response.content else None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            return f"{type(error).__name__}: {error}"
-        if response.status_code < 400:
-            return ""
-        try:
-            return str(http.error_of(response.status_code, response.json()))
+            raise Unavailable(Failure("unreachable", f"{type(error).__name__}: {error}")) from None
         except ValueError:
-            return f"status {response.status_code}"
+            raise Unavailable(Failure("unreachable", f"status {response.status_code} without JSON")) from None
+        if response.status_code >= 400:
+            raise http.error_of(response.status_code, answer)
+        return answer
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -30,7 +30,7 @@ from engine_adapter.replica_app import ReplicaFace, make_app
 from engine_adapter.tokens import ModelText
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import Fence, JoinRequest
-from updater.core.replica_state import started
+from updater.core.replica_state import RankDied, started
 from updater.core.version import START
 from updater.security import Tokens, check_bind
 
@@ -49,6 +49,7 @@ class FrontSettings:
     """What one replica is started with. `roots`: folders that sources may lie under, beside the model's own.
 
     `coordinator` empty: the replica opens by itself and no publication can reach it. `port` 0: any free one.
+    `watch_s`: how often it asks whether it is still the member under its id.
     """
 
     model: Path
@@ -65,6 +66,7 @@ class FrontSettings:
     deadlines: Deadlines = field(default_factory=Deadlines)
     start_s: float = 300.0
     stop_s: float = 10.0
+    watch_s: float = 3.0
     logs: Path | None = None
 
     def __post_init__(self) -> None:
@@ -152,6 +154,7 @@ class Replica:
         self._first_incarnation = secrets.token_hex(8)
         self._client: FleetClient | None = None
         self._rejoining: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._socket = socket.create_server((wanted.host, wanted.port))
         # What it accepts inherits this; asyncio sets it only where the protocol number was given.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -201,7 +204,7 @@ class Replica:
         wanted = self.settings
         if not wanted.coordinator:
             return None
-        return FleetClient(wanted.coordinator, self.name, self.url, wanted.tokens.admin)
+        return FleetClient(wanted.coordinator, self.name, self.url, lambda: self.incarnation, wanted.tokens.admin)
 
     async def _start_and_join(self, fleet: FleetClient | None) -> bool:
         """False: this replica cannot serve, and why was logged."""
@@ -215,8 +218,14 @@ class Replica:
             return False
         if fleet is not None:
             await fleet.register(front.reopened.is_set)
+            self._watching = asyncio.create_task(self._watch(fleet, front))
         self.joined.set()
         return True
+
+    async def _watch(self, fleet: FleetClient, front: Front) -> None:
+        """Another process is the member now: nothing here may be served any more, and only a restart helps."""
+        failure = await fleet.watch(self.settings.watch_s, front.reopened.is_set)
+        front.feed(RankDied(failure))
 
     async def _start_front(self) -> Front:
         hellos = await self.pool.start()
@@ -260,8 +269,7 @@ class Replica:
         fleet: FleetClient | None,
     ) -> None:
         ending: list[asyncio.Task[Any]] = [joining, stopping]
-        if self._rejoining is not None:
-            ending.append(self._rejoining)
+        ending += [task for task in (self._rejoining, self._watching) if task is not None]
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)

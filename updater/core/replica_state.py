@@ -72,7 +72,7 @@ class LeaseTimer:
 
 @dataclass(frozen=True, slots=True)
 class RankDied:
-    """A rank process is gone: only a restart of the replica helps."""
+    """A rank process is gone, or this whole process was replaced in its fleet: only a restart of the replica helps."""
 
     failure: Failure
 
