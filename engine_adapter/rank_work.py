@@ -67,6 +67,9 @@ class Deadlines:
     audit_s: float = 600.0
 
 
+_PROOFS_KEPT = 8  # live, kept, staged, and a few that were given up
+
+
 @dataclass(frozen=True, slots=True)
 class Planned:
     """What planning left behind for staging and verifying."""
@@ -89,6 +92,7 @@ class RankWork:
         self._roots = roots
         self._deadlines = deadlines or Deadlines()
         self._planned: Planned | None = None
+        self._proofs: dict[str, str] = {}  # content digest -> what its bytes were compared with when they came
 
     # --- start
 
@@ -184,7 +188,8 @@ class RankWork:
         if plan is not None and plan.kind is Kind.ROLLBACK:
             check = RankCheckPrevious(serial, plan.version, plan.digest)
             await self._pool.call("check_previous", check, deadline_s=request.deadline_s)
-            return VerifyReply(request.fence, plan.digest, "digests", 0, seconds=time.monotonic() - began)
+            proof = self._proofs.get(plan.digest, "structure_only")
+            return VerifyReply(request.fence, plan.digest, proof, 0, seconds=time.monotonic() - began)
         combined, _ = await self._verify(planned, serial, request.deadline_s)
         return VerifyReply(
             fence=request.fence,
@@ -203,6 +208,10 @@ class RankWork:
         combined = combine(first.tensors, first.redundant, planned.cuts, replies)
         if combined.failures:
             raise Rejected(*combined.failures)
+        self._proofs.pop(combined.observed, None)
+        self._proofs[combined.observed] = combined.proof
+        for digest in list(self._proofs)[:-_PROOFS_KEPT]:
+            del self._proofs[digest]
         return combined, replies
 
     async def pause(self, request: PauseRequest, digest: str, aborted: int, requeued: int) -> PauseReply:

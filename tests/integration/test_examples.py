@@ -72,6 +72,8 @@ def test_curl_push_commits_and_refuses(fleet: Fleet) -> None:
     stale = run(ROOT / "examples" / "01_curl_push.sh", fleet.url, fleet.checkpoints[2], str(step))
     assert stale.returncode == 22
     assert json.loads(stale.stdout)["code"] in ("stale_version", "id_reused")
+    code, back = cli("rollback", "--url", fleet.url)
+    assert (code, back["outcome"], back["proof"]) == (0, "committed", "structure_only")  # nobody ever gave digests
 
 
 def test_pushed_state_dict_is_live_with_digests(fleet: Fleet) -> None:
@@ -93,6 +95,9 @@ def test_a_session_on_the_command_line(fleet: Fleet) -> None:
     target = status["version"]["rollback_to"]
     code, back = cli("rollback", "--url", fleet.url)
     assert (code, back["kind"], back["outcome"], fleet.live()) == (0, "rollback", "committed", target)
+    code, again = cli("rollback", "--url", fleet.url)
+    assert (code, again["version"], again["proof"]) == (0, "0-200", "digests")
+    assert cli("rollback", "--url", fleet.url)[0] == 0
     code, problem = cli("rollback", "--to", "0-1", "--url", fleet.url)
     assert (code, problem["status"]) == (1, 412)
     code, problem = cli("push", fleet.folder / "nothing", "300", "--url", fleet.url)
