@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -22,23 +23,36 @@ _WATCH_DEADLINE_S = 5.0
 
 
 class FleetClient:
-    """`incarnation`: of the front now; a readmission changes it. `token`: the coordinator's admin token, or empty."""
+    """`incarnation`: of the front now; a readmission changes it. `token`: the coordinator's admin token, or empty.
+
+    `transport`: how the coordinator is reached, if not over sockets.
+    """
 
     def __init__(
-        self, coordinator: str, replica: str, url: str, incarnation: Callable[[], str], token: str = ""
+        self,
+        coordinator: str,
+        replica: str,
+        url: str,
+        incarnation: Callable[[], str],
+        token: str = "",
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._replica, self._url, self._incarnation = replica, url, incarnation
         self._mine: set[str] = set()  # incarnations of this process that asked to be admitted
         self._last = ""  # the one that may be the member; empty if none is
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = httpx.AsyncClient(
-            base_url=coordinator.rstrip("/"), headers=headers, timeout=httpx.Timeout(30.0, connect=5.0), trust_env=False
+            base_url=coordinator.rstrip("/"),
+            headers=headers,
+            timeout=httpx.Timeout(30.0, connect=5.0),
+            trust_env=False,
+            transport=transport,
         )
 
-    async def register(self, admitted: Callable[[], bool]) -> None:
+    async def register(self, admitted: asyncio.Event) -> None:
         """Until the front was admitted. Retries whatever goes wrong: nobody else could."""
         delay = _FIRST_RETRY_S
-        while not admitted():
+        while not admitted.is_set():
             try:
                 await self._ask_in()
             except LiveweightsError as error:
@@ -46,7 +60,8 @@ class FleetClient:
                 delay = min(delay * 2, _LAST_RETRY_S)
             else:
                 delay = _REMIND_S
-            await asyncio.sleep(delay)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(admitted.wait(), delay)
 
     async def _ask_in(self) -> None:
         """An answer that got lost may have been a yes; only a no says that another process is the member."""
@@ -60,7 +75,7 @@ class FleetClient:
                 self._last = ""
             raise
 
-    async def watch(self, every_s: float, admitted: Callable[[], bool]) -> Failure:
+    async def watch(self, every_s: float, admitted: asyncio.Event) -> Failure:
         """Returns, with why, once the coordinator says that another process is the member under this id.
 
         A process that stood still may have been replaced and would go on with what it served then (I1). Silence,
@@ -68,8 +83,9 @@ class FleetClient:
         """
         while True:
             await asyncio.sleep(every_s)
-            member = await self._member() if admitted() else ""
-            if admitted() and member and member not in self._mine:
+            await admitted.wait()
+            member = await self._member()
+            if member and member not in self._mine:
                 self._last = ""
                 return Failure("replica_fenced", "another process is the member under this id", replica=self._replica)
 

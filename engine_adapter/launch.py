@@ -217,14 +217,14 @@ class Replica:
             _log.error("the replica cannot start: %s", error)
             return False
         if fleet is not None:
-            await fleet.register(front.reopened.is_set)
+            await fleet.register(front.reopened)
             self._watching = asyncio.create_task(self._watch(fleet, front))
         self.joined.set()
         return True
 
     async def _watch(self, fleet: FleetClient, front: Front) -> None:
         """Another process is the member now: nothing here may be served any more, and only a restart helps."""
-        failure = await fleet.watch(self.settings.watch_s, front.reopened.is_set)
+        failure = await fleet.watch(self.settings.watch_s, front.reopened)
         front.feed(RankDied(failure))
 
     async def _start_front(self) -> Front:
@@ -254,7 +254,7 @@ class Replica:
         if front is None:
             return
         if self._client is not None:
-            await self._client.register(front.reopened.is_set)
+            await self._client.register(front.reopened)
             return
         try:
             await self._open_alone(front)
