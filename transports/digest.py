@@ -1,10 +1,10 @@
 """The tensor digest: 64 bits, position sensitive, additive over disjoint regions (docs/digest.md has the formula).
 
-Also the two scans that stage beside it: whether a tensor holds a NaN or an infinity, and whether it is all zero.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,7 +25,9 @@ _TILE_WORDS = 1 << 18  # two megabytes of int64: in the last cache of a core, an
 _PAD = 24  # words between the rows of a tile, so that rows of a power of two do not fall on the same cache lines
 _TABLE = 1 << 18  # multipliers kept for the first so many rows and columns
 _JOIN_BELOW = 64
-_SCAN = 1 << 20
+_SCRATCH_WORDS = _TILE_WORDS + (_TILE_WORDS >> 2)
+
+_kept = threading.local()
 
 
 def region_digest(region: torch.Tensor, shape: Sequence[int], dtype: str, box: Box) -> int:
@@ -214,7 +216,7 @@ def _words_digest(matrix: torch.Tensor, rows: torch.Tensor, run: _Run) -> int:
     words = matrix.view(torch.int32) if direct and run.item != 4 else matrix
     across = min(run.words, _TILE_WORDS)
     down = max(1, min(rows.numel(), _TILE_WORDS // across))
-    work = torch.empty((down, across + _PAD), dtype=torch.int64, device=matrix.device)
+    work = _scratch(down, across + _PAD, matrix.device)
     total = 0
     for low in range(0, run.words, across):
         wide = min(across, run.words - low)
@@ -228,6 +230,17 @@ def _words_digest(matrix: torch.Tensor, rows: torch.Tensor, run: _Run) -> int:
             weigh.add(tile, weights)
         total += weigh.total()
     return total
+
+
+def _scratch(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Room for a tile. Kept per thread: a fresh two megabytes would cost more in page faults than a small tensor."""
+    size = rows * columns
+    if size > _SCRATCH_WORDS or device.type != "cpu":
+        return torch.empty((rows, columns), dtype=torch.int64, device=device)
+    room: torch.Tensor | None = getattr(_kept, "room", None)
+    if room is None:
+        room = _kept.room = torch.empty(_SCRATCH_WORDS, dtype=torch.int64)
+    return room[:size].view(rows, columns)
 
 
 class _Rows:

@@ -130,6 +130,11 @@ class Coordinator:
 
     def on_moved(self, before: FleetState, after: FleetState) -> None:
         self.desk.moved(before, after)
+        if after.phase is Phase.IDLE and before.phase is not Phase.IDLE and after.live is not None:
+            label = after.live.label
+            for member in after.serving():
+                if member.owed is None:
+                    self._directory.settled(member, str(label.version), label.digest)
 
     def on_event(self, event: ev.Event) -> None:
         if isinstance(event, ev.Replied | ev.Refused):

@@ -78,6 +78,16 @@ class Directory:
                 contact.status, state=FrontState.OPEN, live_version=version, live_digest=digest, failure=None
             )
 
+    def settled(self, member: Member, version: str, digest: str) -> None:
+        """An update ended and it acknowledged that it serves: what it said in the middle of it is old news."""
+        contact = self._contacts.get(member.replica)
+        if contact is None or contact.status is None or contact.status.incarnation != member.incarnation:
+            return
+        self.now_serves(member.replica, version, digest)
+        spare = Spare(SpareState.UNKNOWN if member.spare_unknown else SpareState.EMPTY)
+        if member.previous is None:
+            contact.status = replace(contact.status, spare=spare)
+
     async def ask(self, participant: Participant, seconds: float) -> FrontStatus | None:
         """The status of one front, or None when it does not answer."""
         try:

@@ -113,6 +113,33 @@ def test_an_installation_that_is_not_finished_everywhere_is_taken_back(tmp_path:
     run(main)
 
 
+def test_what_recovery_took_back_is_shown_before_the_next_probe(tmp_path: Path) -> None:
+    """`rollback_to` never names what is live, and who reopened is open."""
+    world = World(tmp_path)
+
+    async def main() -> None:
+        first = world.service()
+        await first.coordinator.start()
+        one, two = await world.seven_is_live(first)
+        two.hold["install"] = asyncio.Event()
+        await first.begin(8)
+        await first.crash()
+        two.hold["restore"] = two.hold.pop("install")
+        async with world.service() as second:
+            await second.coordinator.probe.once()
+            two.hold["restore"].set()
+            await settle()
+            assert (one.serving, two.serving) == ("0-7", "0-7")
+            version = (await second.get("/v1/version")).json()
+            assert (version["version"], version["rollback_to"]) == ("0-7", None)
+            fleet = (await second.get("/v1/fleet")).json()
+            assert (fleet["phase"], fleet["rollback_to"]) == ("idle", None)
+            seen = [(m["state"], m["live_version"], m["live_digest"], m["spare"]) for m in fleet["members"]]
+            assert seen == [("open", "0-7", digest_of("v7"), "empty")] * 2
+
+    run(main)
+
+
 class Dying(Journal):
     """Kills the coordinator right before or right after one record becomes durable."""
 

@@ -146,7 +146,7 @@ def _member(state: FleetState, known: KnownMember, report: FrontStatus | None, p
         incarnation=report.incarnation,
         live=report.live_digest,
         admitted=admitted,
-        previous=_previous(report),
+        previous=_way_back(state, report),
         standing=Standing.OK if admitted else Standing.JOINING,
     )
     if report.state in (FrontState.BROKEN, FrontState.QUARANTINED):
@@ -177,6 +177,14 @@ def _previous(report: FrontStatus) -> Label | None:
     if report.spare.state is not SpareState.PREVIOUS:
         return None
     return Label(Version.parse(report.spare.version), report.spare.digest)
+
+
+def _way_back(state: FleetState, report: FrontStatus) -> Label | None:
+    """What it keeps for a rollback. One that has installed keeps what is live: whichever way its update ends, that is
+    not yet a version to go back to.
+    """
+    kept = _previous(report)
+    return None if state.live is not None and kept == state.live.label else kept
 
 
 # --- going on
