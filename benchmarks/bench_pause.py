@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--tp", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--small", action="store_true", help="a few KB on both sides: does it run at all")
     chosen = parser.parse_args()

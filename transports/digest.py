@@ -1,6 +1,4 @@
-"""The tensor digest: 64 bits, position sensitive, additive over disjoint regions (docs/digest.md has the formula).
-
-"""
+"""The tensor digest: 64 bits, position sensitive, additive over disjoint regions (docs/digest.md has the formula)."""
 
 from __future__ import annotations
 
