@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from updater.core.effects import Record
+from updater.core.errors import Failure
 from updater.journal import Journal
 from updater.settings import Deadlines
 from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, digest_of, settle
@@ -121,13 +123,13 @@ def test_what_recovery_took_back_is_shown_before_the_next_probe(tmp_path: Path) 
         first = world.service()
         await first.coordinator.start()
         one, two = await world.seven_is_live(first)
-        two.hold["install"] = asyncio.Event()
+        restore = one.hold["restore"] = two.hold["restore"] = asyncio.Event()
+        two.fail["install"] = deque([Failure("rank_failed", "as planned")])
         await first.begin(8)
         await first.crash()
-        two.hold["restore"] = two.hold.pop("install")
         async with world.service() as second:
-            await second.coordinator.probe.once()
-            two.hold["restore"].set()
+            assert (await second.get("/v1/fleet")).json()["phase"] == "restoring"
+            restore.set()
             await settle()
             assert (one.serving, two.serving) == ("0-7", "0-7")
             version = (await second.get("/v1/version")).json()
