@@ -118,7 +118,7 @@ def engine(
 ) -> None:
     """Run one replica: a front and its ranks, with /v1/completions and the participant contract."""
     with _errors(False):
-        from engine_adapter import launch
+        from engine_adapter.replica import launch
 
         settings = launch.settings(
             model=model,

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import torch
 
-from engine_adapter.launch import ENGINES, STANDALONE, FrontSettings, Replica
 from engine_adapter.rank.messages import RankDigests
+from engine_adapter.replica.launch import ENGINES, STANDALONE, FrontSettings, Replica
 from engine_adapter.testing.checkpoint import make_toy_checkpoint
 from engine_adapter.testing.reference import Reference
 from updater import http, wire

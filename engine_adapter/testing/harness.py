@@ -39,7 +39,7 @@ from engine_adapter.rank.messages import (
     RankVerify,
     RankVerifyReply,
 )
-from engine_adapter.ranks import PoolSettings, RankPool
+from engine_adapter.replica.ranks import PoolSettings, RankPool
 from updater.core.errors import Aborted, Failure
 from updater.core.policy import CachePolicy, InstallMode
 from updater.core.version import START

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from engine_adapter.admission import Gate
 from engine_adapter.base import GenerateRequest, TokenEvent
+from engine_adapter.replica.admission import Gate
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import (
     FenceRequest,

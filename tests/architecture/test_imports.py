@@ -74,6 +74,31 @@ def test_packages_import_only_along_the_arrows() -> None:
     assert found == []
 
 
+#: Values that every room of `engine_adapter` may name.
+SPOKEN = "engine_adapter.rank.messages."
+#: Inside `engine_adapter`: what a room must not know.
+CLOSED = {
+    "engine_adapter.placement": ("rank", "replica", "transformers", "testing"),
+    "engine_adapter.rank": ("replica", "transformers", "testing"),
+    "engine_adapter.replica": ("transformers", "testing"),
+    "engine_adapter.transformers": ("rank", "replica", "testing"),
+}
+
+
+@pytest.mark.parametrize("room", CLOSED)
+def test_rooms_of_the_engine_adapter_keep_apart(room: str) -> None:
+    closed = tuple(f"engine_adapter.{name}" for name in CLOSED[room])
+    looked = [(module, path) for module, path in modules() if module.startswith(f"{room}.") or module == room]
+    assert looked
+    found = [
+        f"{module}:{line} imports {target}"
+        for module, path in looked
+        for line, target in imports(path)
+        if target.startswith(closed) and not target.startswith(SPOKEN)
+    ]
+    assert found == []
+
+
 def test_nothing_but_the_entry_point_imports_a_composition_root() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line} imports {target}"
@@ -113,7 +138,7 @@ def test_the_check_sees_a_forbidden_import(tmp_path: Path) -> None:
         ("updater.cli", ("torch", "transformers", "ray", "fastapi", "uvicorn")),
         ("updater.service", ("torch", "transformers", "ray")),
         ("trainer_side.client", ("torch", "transformers", "ray")),
-        ("engine_adapter.launch", ("torch", "transformers", "ray")),
+        ("engine_adapter.replica.launch", ("torch", "transformers", "ray")),
     ],
 )
 def test_importing_is_light(module: str, absent: tuple[str, ...]) -> None:

@@ -20,8 +20,8 @@ import httpx
 import psutil
 import uvicorn
 
-from engine_adapter.launch import FrontSettings, Replica
 from engine_adapter.rank.messages import RankDigests, RankStatus
+from engine_adapter.replica.launch import FrontSettings, Replica
 from engine_adapter.testing.fronts import toy_settings
 from updater import wire
 from updater.coordinator import Coordinator

@@ -9,8 +9,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from engine_adapter.admission import Limits
-from engine_adapter.launch import run_engine
+from engine_adapter.replica.admission import Limits
+from engine_adapter.replica.launch import run_engine
 from engine_adapter.testing.fronts import toy_settings
 
 

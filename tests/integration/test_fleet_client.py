@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from engine_adapter.fleet_client import FleetClient
+from engine_adapter.replica.fleet_client import FleetClient
 from updater.core.participant import FrontState
 from updater.service import create_app
 from updater.testing.fronts import SimulatedFront, settle

@@ -15,7 +15,7 @@ import pytest
 
 from engine_adapter.base import TokenEvent
 from engine_adapter.rank.messages import RankPause, RankStage, RankStatus
-from engine_adapter.ranks import PoolSettings, RankPool
+from engine_adapter.replica.ranks import PoolSettings, RankPool
 from engine_adapter.testing import make_toy_checkpoint
 from updater.core.errors import Failure, LiveweightsError
 
@@ -116,7 +116,7 @@ def test_a_rank_that_cannot_build_its_engine_says_why_and_leaves(
 FRONT = """
 import asyncio, sys
 from engine_adapter.rank.messages import RankPause, RankStatus
-from engine_adapter.ranks import PoolSettings, RankPool
+from engine_adapter.replica.ranks import PoolSettings, RankPool
 
 async def main():
     settings = PoolSettings({factory!r}, {model!r}, 2, {{"fault": "hang:before:pause:1:1"}})

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_adapter.admission import Limits
 from engine_adapter.rank.messages import RankStatus
+from engine_adapter.replica.admission import Limits
 from engine_adapter.testing.fronts import PROMPT, HandCoordinator, Stage, code_of, toy_stage
 from updater.core.participant import FenceRequest, FrontState, Kind, SpareState, StageRequest, StatusRequest
 from updater.core.policy import CachePolicy, InFlight

@@ -15,9 +15,9 @@ import uvicorn
 from fastapi import FastAPI
 from typer.testing import CliRunner, Result
 
-from engine_adapter.admission import Gate
-from engine_adapter.front import Front, Identity
-from engine_adapter.replica_app import ReplicaFace, add_operator_routes
+from engine_adapter.replica.admission import Gate
+from engine_adapter.replica.app import ReplicaFace, add_operator_routes
+from engine_adapter.replica.front import Front, Identity
 from engine_adapter.testing.requests import HandEngine, HandWork
 from updater import http
 from updater.cli import Exit, app

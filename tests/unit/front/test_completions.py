@@ -12,10 +12,10 @@ import httpx
 import pytest
 from tokenizers import Tokenizer, models
 
-from engine_adapter.admission import Gate, Limits
-from engine_adapter.replica_app import ReplicaFace, make_app
+from engine_adapter.replica.admission import Gate, Limits
+from engine_adapter.replica.app import ReplicaFace, make_app
+from engine_adapter.replica.tokens import ModelText, TextStream
 from engine_adapter.testing.requests import HandEngine
-from engine_adapter.tokens import ModelText, TextStream
 from updater.core.errors import Failure
 from updater.core.policy import InFlight
 from updater.security import Tokens

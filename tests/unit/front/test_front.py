@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
-from engine_adapter.admission import Gate
-from engine_adapter.front import Front, Identity
+from engine_adapter.replica.admission import Gate
+from engine_adapter.replica.front import Front, Identity
 from engine_adapter.testing.fronts import code_of
 from engine_adapter.testing.requests import HandEngine, HandWork
 from updater.core.errors import Aborted, Failure

@@ -18,10 +18,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
-from engine_adapter.admission import Gate
 from engine_adapter.base import GenerateRequest
-from engine_adapter.replies import Piece, Running, Wanted, version_of
-from engine_adapter.tokens import ModelText, TextStream
+from engine_adapter.replica.admission import Gate
+from engine_adapter.replica.replies import Piece, Running, Wanted, version_of
+from engine_adapter.replica.tokens import ModelText, TextStream
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.http import problem, problem_body
 

@@ -19,15 +19,15 @@ from typing import Any
 
 import uvicorn
 
-from engine_adapter.admission import Gate, Limits
 from engine_adapter.base import GenerateRequest, TokenEvent
-from engine_adapter.fleet_client import FleetClient
-from engine_adapter.front import Front, Identity
 from engine_adapter.rank.control_messages import CancelRequest
-from engine_adapter.rank_work import Deadlines, RankWork
-from engine_adapter.ranks import PoolSettings, RankPool
-from engine_adapter.replica_app import ReplicaFace, make_app
-from engine_adapter.tokens import ModelText
+from engine_adapter.replica.admission import Gate, Limits
+from engine_adapter.replica.app import ReplicaFace, make_app
+from engine_adapter.replica.fleet_client import FleetClient
+from engine_adapter.replica.front import Front, Identity
+from engine_adapter.replica.rank_work import Deadlines, RankWork
+from engine_adapter.replica.ranks import PoolSettings, RankPool
+from engine_adapter.replica.tokens import ModelText
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import Fence, JoinRequest
 from updater.core.replica_state import RankDied, started

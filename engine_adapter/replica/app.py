@@ -16,10 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from engine_adapter.admission import Gate
-from engine_adapter.completions import Completions
-from engine_adapter.front import Front
-from engine_adapter.tokens import ModelText
+from engine_adapter.replica.admission import Gate
+from engine_adapter.replica.completions import Completions
+from engine_adapter.replica.front import Front
+from engine_adapter.replica.tokens import ModelText
 from updater import http, wire
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.core.participant import MESSAGES, FrontState, FrontStatus, ReleaseTo

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine_adapter.base import GenerateRequest, TokenEvent
-from engine_adapter.replies import Piece, Running, Wanted
+from engine_adapter.replica.replies import Piece, Running, Wanted
 from updater.core.errors import Aborted, Failure, LiveweightsError, Rejected, Unavailable
 from updater.core.policy import InFlight
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from engine_adapter.admission import Gate
-from engine_adapter.agreement import agree, mismatches, not_proven, same_build, warnings
 from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
 from engine_adapter.rank.control_messages import Label, StartServing
@@ -36,7 +34,9 @@ from engine_adapter.rank.messages import (
     RankVerifyReply,
     TensorCuts,
 )
-from engine_adapter.ranks import RankPool
+from engine_adapter.replica.admission import Gate
+from engine_adapter.replica.agreement import agree, mismatches, not_proven, same_build, warnings
+from engine_adapter.replica.ranks import RankPool
 from updater.core.errors import Aborted, Failure, Rejected, refuse
 from updater.core.participant import (
     FenceRequest,

@@ -14,9 +14,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from engine_adapter.admission import Gate
-from engine_adapter.front_work import Ranks, perform
 from engine_adapter.rank.messages import Hello
+from engine_adapter.replica.admission import Gate
+from engine_adapter.replica.front_work import Ranks, perform
 from updater.core import replica as machine
 from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable
 from updater.core.participant import (
