@@ -18,7 +18,7 @@ from engine_adapter.rank.messages import Hello
 from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.front_work import Ranks, perform
 from updater.core import replica as machine
-from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable
+from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.core.participant import (
     Description,
     Fence,
@@ -55,6 +55,8 @@ from updater.core.replica_state import (
 )
 
 _log = logging.getLogger("liveweights.front")
+#: Versions whose digest an answer can name: the live one, and those that a request has run through until now.
+KEPT_DIGESTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ class Front:
             case CloseAdmission():
                 self._close()
             case OpenAdmission(version, digest):
-                self._digests[version] = digest
+                self._remember(version, digest)
                 self._gate.open(version)
                 self.reopened.set()
             case SetLease(at):
@@ -200,6 +202,13 @@ class Front:
                 self._gate.mend()
                 self.reopened.clear()
                 self._rejoin()
+
+    def _remember(self, version: str, digest: str) -> None:
+        """For as long as an answer may name it; a life may see any number of versions."""
+        self._digests.pop(version, None)
+        self._digests[version] = digest
+        if len(self._digests) > KEPT_DIGESTS:
+            del self._digests[next(iter(self._digests))]
 
     def _begin(self, work: Work) -> None:
         """A resume ends the pause that still runs: it must not stop ranks that have been let go."""
@@ -289,10 +298,12 @@ class Front:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        # To the coordinator this is a member that fails now, not a service to ask again.
+        lost = Failure("replica_lost", failure.message, replica=self.state.replica)
         for callers in self._callers.values():
             for caller in callers:
                 if not caller.done():
-                    caller.set_exception(Unavailable(failure))
+                    caller.set_exception(Aborted(lost))
         self._callers.clear()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from engine_adapter.replica.admission import Gate
-from engine_adapter.replica.front import Front, Identity
+from engine_adapter.replica.front import KEPT_DIGESTS, Front, Identity
 from engine_adapter.testing.fronts import code_of
 from engine_adapter.testing.requests import HandEngine, HandWork
 from updater.core.errors import Aborted, Failure
@@ -30,7 +30,7 @@ from updater.core.participant import (
     VerifyRequest,
 )
 from updater.core.policy import CachePolicy, InFlight, InstallMode
-from updater.core.replica_state import started
+from updater.core.replica_state import OpenAdmission, started
 
 
 @dataclass
@@ -352,6 +352,20 @@ def test_stopping_answers_everybody_who_waits() -> None:
         planning = asyncio.ensure_future(code_of(p.plan()))
         await p.work.until_called("plan")
         await p.front.stop()
-        assert await planning == "shut"
+        assert await planning == "replica_lost"
+
+    play(scene)
+
+
+def test_a_long_life_remembers_only_the_digests_of_its_last_versions() -> None:
+    async def scene(p: Play) -> None:
+        await p.join()
+        for number in range(1, 41):
+            p.front._perform(OpenAdmission(f"0-{number}", f"d{number}"))
+        known = [number for number in range(1, 41) if p.front.digest_of(f"0-{number}")]
+        assert known == list(range(41 - KEPT_DIGESTS, 41))
+        p.front._perform(OpenAdmission(f"0-{known[0]}", "back"))
+        p.front._perform(OpenAdmission("0-41", "d41"))
+        assert (p.front.digest_of(f"0-{known[0]}"), p.front.digest_of(f"0-{known[1]}")) == ("back", "")
 
     play(scene)
