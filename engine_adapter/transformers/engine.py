@@ -145,7 +145,7 @@ class TransformersEngine:
             if request.request_id in self._requests:
                 raise LiveweightsError(Failure("id_reused", f"request {request.request_id} is running"))
             self._requests[request.request_id] = (0, frozenset(request.stop_token_ids))
-        manager.add_request(
+        taken = manager.add_request(
             list(request.prompt),
             request_id=request.request_id,
             max_new_tokens=request.max_tokens,
@@ -153,6 +153,10 @@ class TransformersEngine:
             eos_token_id=list(request.stop_token_ids),
             **processors,
         )
+        if taken is None and manager.is_tp_driver:  # the library drops what comes while its loop is ending
+            with self._lock:
+                self._requests.pop(request.request_id, None)
+            raise LiveweightsError(Failure("rank_failed", "generation is ending", rank=self.rank))
 
     def cancel(self, request_id: str) -> None:
         if self._manager is not None:
