@@ -77,7 +77,12 @@ def test_any_region_into_any_target(tmp_path: Path, data: st.DataObject) -> None
         planned = [Read(r.name, r.box, torch.empty_like(r.target, device="meta"), r.permute) for r in reads]
         assert report.bytes_asked == source.bytes_to_ask(planned)
         assert report.bytes_delivered == region.numel() * stored.itemsize + 5
-    assert torch.equal(bits(target), bits(region.to(wanted)))
+    expected = region.to(wanted)
+    if cast:
+        # Which NaN a cast makes of a NaN differs between torch's vector and scalar code: any NaN will do there.
+        assert torch.equal(target.isnan(), expected.isnan())
+        target, expected = target.masked_fill(target.isnan(), 0), expected.masked_fill(expected.isnan(), 0)
+    assert torch.equal(bits(target), bits(expected))
     assert torch.equal(rest, before)
 
 
