@@ -4,6 +4,7 @@
 #   make check   format, lint, types, fast tests
 #   make test    check + engine tests + slow tests + coverage of the core + wheel smoke test
 #   make bench   the benchmarks (writes bench-report.json)
+#   make soak    property tests with new examples, SOAK times (default 20)
 #
 # torch: constraints.txt pins the plain release. Where pip takes it from the default index this is the CUDA build, several
 # gigabytes with its libraries; on a machine without a GPU install the CPU build of the same version into .venv first
@@ -23,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check format lint types fast engine core-coverage bench install clean
+.PHONY: demo test check format lint types fast engine core-coverage bench soak install clean
 .DEFAULT_GOAL := check
 
 install: $(STAMP)
@@ -63,6 +64,11 @@ core-coverage: $(STAMP)
 
 # pytest's closing line comes last.
 test: check core-coverage engine
+
+SOAK ?= 20
+soak: $(STAMP)
+	set -e; for round in $$(seq $(SOAK)); do \
+	    LIVEWEIGHTS_EXAMPLES=soak $(PYTEST) tests/property tests/unit/placement -q -n 2; done
 
 bench: $(STAMP)
 	rm -f bench-report.json

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from updater.demo_processes import Child, Children, free_port
+from updater.demo.processes import Child, Children, free_port
 
 ENGINE = "benchmarks.measuring_engine:build"
 

@@ -24,10 +24,10 @@ from engine_adapter.rank.messages import RankDigests, RankStatus
 from engine_adapter.replica.launch import FrontSettings, Replica
 from engine_adapter.testing.fronts import toy_settings
 from updater import wire
-from updater.coordinator import Coordinator
+from updater.coordinator.coordinator import Coordinator
 from updater.core.participant import FrontStatus
-from updater.service import bind, create_app
-from updater.settings import Deadlines, Settings
+from updater.service.app import bind, create_app
+from updater.service.settings import Deadlines, Settings
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 TOKENS = 6

@@ -10,10 +10,10 @@ import signal
 import sys
 from pathlib import Path
 
+from updater.coordinator.journal import Journal
 from updater.core.effects import Record
-from updater.journal import Journal
-from updater.service import serve
-from updater.settings import Deadlines, Settings
+from updater.service.app import serve
+from updater.service.settings import Deadlines, Settings
 
 
 class Dying(Journal):

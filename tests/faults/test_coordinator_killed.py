@@ -18,7 +18,7 @@ import httpx
 import pytest
 import uvicorn
 
-from updater.clock import LoopClock
+from updater.coordinator.clock import LoopClock
 from updater.testing.fronts import SimulatedFront, digest_of, front_app
 
 PROGRAM = Path(__file__).with_name("coordinator_program.py")
@@ -256,8 +256,8 @@ def test_paths_that_no_client_library_would_send_are_closed_too(tmp_path: Path) 
     with listen() as free:
         port = free.getsockname()[1]
     program = (
-        "import sys; from pathlib import Path; from updater.service import serve; "
-        "from updater.settings import Settings; "
+        "import sys; from pathlib import Path; from updater.service.app import serve; "
+        "from updater.service.settings import Settings; "
         "from updater.security import Tokens;"
         "serve(Settings(state=Path(sys.argv[1]), port=int(sys.argv[2]), tokens=Tokens.from_env()))"
     )

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_demo_ends_without_a_mixed_reply(tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     ran = subprocess.run(
-        [sys.executable, "-m", "updater.cli", "demo", "--report", str(tmp_path / "report.json")],
+        [sys.executable, "-m", "updater.cli.main", "demo", "--report", str(tmp_path / "report.json")],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -57,7 +57,7 @@ def test_demo_ends_without_a_mixed_reply(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_demo_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
     running = subprocess.Popen(
-        [sys.executable, "-m", "updater.cli", "demo", "--report", str(tmp_path / "report.json")],
+        [sys.executable, "-m", "updater.cli.main", "demo", "--report", str(tmp_path / "report.json")],
         cwd=ROOT,
         env=os.environ | {"TMPDIR": str(tmp_path)},
         stdout=subprocess.DEVNULL,

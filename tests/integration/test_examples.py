@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from engine_adapter.models import make_versions
-from updater.demo_processes import Children, free_port
+from updater.demo.processes import Children, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.engine
@@ -59,7 +59,7 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def cli(*arguments: str | Path) -> tuple[int, Any]:
-    ran = run(sys.executable, "-m", "updater.cli", *arguments, "--json")
+    ran = run(sys.executable, "-m", "updater.cli.main", *arguments, "--json")
     return ran.returncode, json.loads(ran.stdout)
 
 

@@ -10,7 +10,7 @@ import httpx
 
 from engine_adapter.replica.fleet_client import FleetClient
 from updater.core.participant import FrontState
-from updater.service import create_app
+from updater.service.app import create_app
 from updater.testing.fronts import SimulatedFront, settle
 from updater.testing.service import LocalService
 

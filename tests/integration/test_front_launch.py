@@ -37,7 +37,7 @@ def program(log: Path, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
     """`liveweights <arguments>`; killed at the end if the test did not stop it."""
     with log.open("ab") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "updater.cli", *map(str, arguments)], stdout=stream, stderr=stream
+            [sys.executable, "-m", "updater.cli.main", *map(str, arguments)], stdout=stream, stderr=stream
         )
     try:
         yield process

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from updater import wire
+from updater.coordinator.journal import Journal, JournalFailed, Member, OwnershipLost, Request
 from updater.core.effects import Record, RecordKind
 from updater.core.participant import DiskOffer, Kind
 from updater.core.policy import Policy
 from updater.core.version import Version
-from updater.journal import Journal, JournalFailed, Member, OwnershipLost, Request
 
 
 def record(
@@ -217,7 +217,7 @@ def test_what_was_appended_survives_a_process_that_dies_at_once(tmp_path: Path) 
         from pathlib import Path
         from updater import wire
         from updater.core.effects import Record, RecordKind
-        from updater.journal import Journal
+        from updater.coordinator.journal import Journal
         journal, record = Journal(Path(sys.argv[1]), "fleet"), wire.decode(Record, sys.argv[2])
         journal.claim("one")
         journal.append(record, 1.0)

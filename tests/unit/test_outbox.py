@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from updater.coordinator.outbox import SLACK_S, Outbox
+from updater.coordinator.participants import Refusal, Unreachable
 from updater.core.effects import Send
 from updater.core.errors import Failure
 from updater.core.events import Event, Refused, Replied
 from updater.core.participant import Ack, Fence, FenceRequest, PauseRequest, StageRequest
 from updater.core.policy import InFlight
-from updater.outbox import SLACK_S, Outbox
-from updater.participants import Refusal, Unreachable
-from updater.settings import Deadlines
+from updater.service.settings import Deadlines
 from updater.testing.fronts import ManualClock, settle
 
 

@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 import pytest
 import uvicorn
 
-from updater import participants
+from updater.coordinator import participants
+from updater.coordinator.participants import HttpParticipant, Refusal, Unreachable
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import Fence, FenceRequest, FrontStatus, StatusRequest
 from updater.http import problem
-from updater.participants import HttpParticipant, Refusal, Unreachable
 from updater.security import Tokens
 from updater.testing.fronts import ManualClock, SimulatedFront, front_app
 from updater.wire_http import Client, TooLong

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from fastapi.routing import APIRoute
 
+from updater.coordinator.metrics import Metrics
+from updater.coordinator.timeline import Timeline
 from updater.core.policy import Policy
 from updater.core.state import Phase
 from updater.core.version import Version
-from updater.metrics import Metrics
 from updater.schemas import PolicyBody, UpdateRequest
-from updater.service import bind, create_app
-from updater.settings import Settings
+from updater.service.app import bind, create_app
+from updater.service.settings import Settings
 from updater.testing.service import LocalService
-from updater.timeline import Timeline
 
 ROUTES = {
     "POST /v1/updates",

@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 from fastapi import FastAPI, Request, Response
 
 from updater import http, wire
-from updater.clock import Clock, Timer
+from updater.coordinator.clock import Clock, Timer
+from updater.coordinator.participants import PREFIX, Participant, Refusal, Unreachable
 from updater.core.errors import Failure, Rejected
 from updater.core.participant import (
     MESSAGES,
@@ -47,7 +48,6 @@ from updater.core.replica_state import (
     SetLease,
     Work,
 )
-from updater.participants import PREFIX, Participant, Refusal, Unreachable
 from updater.security import Tokens
 
 CAPABILITIES = Capabilities(

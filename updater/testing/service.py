@@ -10,13 +10,13 @@ from typing import Any, Self
 
 import httpx
 
-from updater.clock import Clock
-from updater.coordinator import Coordinator
+from updater.coordinator.clock import Clock
+from updater.coordinator.coordinator import Coordinator
+from updater.coordinator.journal import Journal
 from updater.core.errors import Failure
-from updater.journal import Journal
 from updater.security import Tokens
-from updater.service import create_app
-from updater.settings import Deadlines, Settings
+from updater.service.app import create_app
+from updater.service.settings import Deadlines, Settings
 from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, settle
 
 #: Real time may pass while a test's clock stands still, so these are short.

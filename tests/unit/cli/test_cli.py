@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from trainer_side import flows
 from trainer_side.testing import RECEIPT, FakeCoordinator
-from updater.cli import Exit, app, exit_code
+from updater.cli.main import Exit, app, exit_code
 from updater.core.errors import (
     Aborted,
     Failure,

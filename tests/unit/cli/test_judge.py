@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from updater.demo_clients import Reply, Verdict, judge
+from updater.demo.clients import Reply, Verdict, judge
 
 
 @dataclass(frozen=True)

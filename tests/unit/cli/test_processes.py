@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from updater.demo_processes import Child, Children, ProcessFailed, alive, free_port
+from updater.demo.processes import Child, Children, ProcessFailed, alive, free_port
 
 
 def child(children: Children, code: str, port: int = 9) -> Child:

@@ -20,7 +20,7 @@ from engine_adapter.replica.app import ReplicaFace, add_operator_routes
 from engine_adapter.replica.front import Front, Identity
 from engine_adapter.testing.requests import HandEngine, HandWork
 from updater import http
-from updater.cli import Exit, app
+from updater.cli.main import Exit, app
 from updater.core.errors import Failure
 from updater.core.participant import FrontState
 from updater.core.replica_state import AuditFailed, Held, started

@@ -22,7 +22,8 @@ from transports.base import Read
 from transports.disk import DiskSource
 from transports.dtypes import TORCH_DTYPES
 from transports.inspect import RankReport, Report, inspect
-from updater import cli_views, wire
+from updater import wire
+from updater.cli import views
 from updater.core.errors import refuse
 from updater.manifest import TensorSpec
 
@@ -33,7 +34,7 @@ def run(path: Path, tp: int | None, *, as_json: bool) -> bool:
     """Print the report. True if the checkpoint has faults."""
     report = look(path, tp)
     if as_json:
-        cli_views.print_json(wire.plain(report) | {"sound": report.sound})
+        views.print_json(wire.plain(report) | {"sound": report.sound})
     else:
         _print(report)
     return not report.sound
@@ -119,22 +120,22 @@ def _config(path: Path) -> Any:
 
 def _print(report: Report) -> None:
     files = [
-        (file.file, cli_views.size(file.size), file.tensors, "yes" if file.readable else "NO") for file in report.files
+        (file.file, views.size(file.size), file.tensors, "yes" if file.readable else "NO") for file in report.files
     ]
-    out = cli_views.out
-    out.print(cli_views.table(report.path, ("file", "size", "tensors", "readable"), files, right="size,tensors"))
-    dtypes = [(one.dtype, one.tensors, cli_views.size(one.nbytes)) for one in report.dtypes]
-    out.print(cli_views.table("dtypes", ("dtype", "tensors", "bytes"), dtypes, right="tensors,bytes"))
-    out.print(f"{report.tensors} tensors, {cli_views.size(report.nbytes)}; manifest: {report.manifest}")
+    out = views.out
+    out.print(views.table(report.path, ("file", "size", "tensors", "readable"), files, right="size,tensors"))
+    dtypes = [(one.dtype, one.tensors, views.size(one.nbytes)) for one in report.dtypes]
+    out.print(views.table("dtypes", ("dtype", "tensors", "bytes"), dtypes, right="tensors,bytes"))
+    out.print(f"{report.tensors} tensors, {views.size(report.nbytes)}; manifest: {report.manifest}")
     if report.ranks:
         ranks = [
-            (f"{one.rank} of {one.size}", one.tensors, cli_views.size(one.nbytes), cli_views.size(one.asked))
+            (f"{one.rank} of {one.size}", one.tensors, views.size(one.nbytes), views.size(one.asked))
             for one in report.ranks
         ]
         columns = ("rank", "tensors", "bytes of its slices", "asked of the disk")
-        out.print(cli_views.table("what a rank reads", columns, ranks, right=",".join(columns[1:])))
+        out.print(views.table("what a rank reads", columns, ranks, right=",".join(columns[1:])))
     for warning in report.warnings:
         out.print(f"warning: {warning}", style="yellow", markup=False)
     if report.faults:
         faults = [(fault.code, fault.file, fault.tensor, fault.message) for fault in report.faults[:SHOWN_FAULTS]]
-        out.print(cli_views.table(f"{len(report.faults)} faults", ("code", "file", "tensor", "what"), faults))
+        out.print(views.table(f"{len(report.faults)} faults", ("code", "file", "tensor", "what"), faults))

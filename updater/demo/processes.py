@@ -79,7 +79,7 @@ class Children:
         log = self.logs / f"{name}.log"
         with open(log, "wb") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-m", "updater.cli", *arguments],
+                [sys.executable, "-m", "updater.cli.main", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import httpx
 
-from updater import cli_views, http, wire
+from updater import http, wire
+from updater.cli import views
 from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.core.participant import FrontStatus
 from updater.security import ADMIN_ENV
@@ -20,10 +21,10 @@ def run(url: str, verb: str, body: Mapping[str, str], *, as_json: bool) -> None:
     """Ask and show what the replica is then. Raises LiveweightsError; nothing has changed then, or what it says."""
     status = ask(url, verb, body)
     if as_json:
-        cli_views.print_json(wire.plain(status))
+        views.print_json(wire.plain(status))
         return
     by_hand = f", released by hand to {status.released.to.value}" if status.released else ""
-    cli_views.out.print(f"{status.replica}: {status.state.value} on {status.live_version}{by_hand}", markup=False)
+    views.out.print(f"{status.replica}: {status.state.value} on {status.live_version}{by_hand}", markup=False)
 
 
 def ask(url: str, verb: str, body: Mapping[str, str]) -> FrontStatus:

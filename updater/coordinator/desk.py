@@ -6,7 +6,14 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from updater.clock import Clock
+from updater.coordinator.clock import Clock
+from updater.coordinator.journal import Journal, JournalFailed, Request
+from updater.coordinator.machine import Machine
+from updater.coordinator.metrics import Metrics
+from updater.coordinator.recover import Found, result_of
+from updater.coordinator.requests import Asked, asked_rollback, asked_update
+from updater.coordinator.timeline import Timeline
+from updater.coordinator.updates import Lease, Update, receipt_of
 from updater.core import events as ev
 from updater.core.effects import Denied, Finish, Started
 from updater.core.errors import CODES, Failure, LiveweightsError, Rejected, Unavailable
@@ -14,15 +21,8 @@ from updater.core.participant import Kind
 from updater.core.policy import CommitMode
 from updater.core.state import FleetState
 from updater.http import RejectedWith
-from updater.journal import Journal, JournalFailed, Request
-from updater.machine import Machine
-from updater.metrics import Metrics
-from updater.recover import Found, result_of
-from updater.requests import Asked, asked_rollback, asked_update
 from updater.schemas import MemberState, Receipt, RollbackRequest, UpdateRequest, UpdateState
-from updater.settings import Settings
-from updater.timeline import Timeline
-from updater.updates import Lease, Update, receipt_of
+from updater.service.settings import Settings
 
 
 class Desk:

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from updater import wire
-from updater.clock import Clock
+from updater.coordinator.clock import Clock
+from updater.coordinator.participants import Participant, Refusal, Unreachable
+from updater.coordinator.updates import failure_body
 from updater.core.errors import Failure
 from updater.core.events import Event, Lost, Seen
 from updater.core.participant import Description, FrontState, FrontStatus, Spare, SpareState, StatusRequest
 from updater.core.state import Member, Standing
-from updater.participants import Participant, Refusal, Unreachable
 from updater.schemas import MemberState
-from updater.settings import Deadlines
-from updater.updates import failure_body
+from updater.service.settings import Deadlines
 
 _log = logging.getLogger("liveweights.coordinator")
 

@@ -12,25 +12,25 @@ import logging
 import secrets
 from collections.abc import Callable
 
-from updater.clock import Clock, LoopClock
+from updater.coordinator.clock import Clock, LoopClock
+from updater.coordinator.desk import Desk
+from updater.coordinator.joins import Joins, remembered
+from updater.coordinator.journal import Journal
+from updater.coordinator.machine import Machine
+from updater.coordinator.membership import Contact, Directory, Probe
+from updater.coordinator.metrics import Metrics
+from updater.coordinator.outbox import Outbox
+from updater.coordinator.participants import HttpParticipant, ParticipantFactory
+from updater.coordinator.recover import Found, Recovery
+from updater.coordinator.requests import checked_manifest
 from updater.core import events as ev
 from updater.core.effects import Finish, Started
 from updater.core.errors import Failure
 from updater.core.participant import Kind
 from updater.core.state import FleetState, Phase, Standing
-from updater.desk import Desk
-from updater.joins import Joins, remembered
-from updater.journal import Journal
-from updater.machine import Machine
-from updater.membership import Contact, Directory, Probe
-from updater.metrics import Metrics
-from updater.outbox import Outbox
-from updater.participants import HttpParticipant, ParticipantFactory
-from updater.recover import Found, Recovery
-from updater.requests import checked_manifest
 from updater.schemas import FleetState as FleetView
 from updater.schemas import MemberState, VersionState
-from updater.settings import Settings
+from updater.service.settings import Settings
 
 _log = logging.getLogger("liveweights.coordinator")
 

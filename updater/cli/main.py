@@ -52,13 +52,13 @@ DEFAULT_URL = "http://127.0.0.1:8700"
 @contextmanager
 def _errors(as_json: bool) -> Iterator[None]:
     """Typed errors become exit codes; tracebacks are left for what nobody expected."""
-    from updater import cli_views
+    from updater.cli import views
     from updater.security import ConfigurationError
 
     try:
         yield
     except LiveweightsError as error:
-        cli_views.error(error, as_json=as_json)
+        views.error(error, as_json=as_json)
         raise typer.Exit(exit_code(error)) from None
     except ConfigurationError as error:
         raise typer.BadParameter(str(error)) from None
@@ -92,8 +92,8 @@ def serve(
     """Run the coordinator. Tokens come from LIVEWEIGHTS_ADMIN_TOKEN and LIVEWEIGHTS_INFERENCE_TOKEN."""
     with _errors(False):
         from updater.security import Tokens
-        from updater.service import serve as run
-        from updater.settings import Settings, default_state
+        from updater.service.app import serve as run
+        from updater.service.settings import Settings, default_state
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -191,14 +191,14 @@ def rollback(
 @app.command()
 def status(url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """What is live, what a rollback would bring back, and every member."""
-    from updater import cli_views
+    from updater.cli import views
 
     with _errors(as_json), _client(url) as client:
         version, fleet = client.version(), client.fleet()
         if as_json:
-            cli_views.print_json({"version": version.model_dump(mode="json"), "fleet": fleet.model_dump(mode="json")})
+            views.print_json({"version": version.model_dump(mode="json"), "fleet": fleet.model_dump(mode="json")})
         else:
-            cli_views.status(version, fleet)
+            views.status(version, fleet)
 
 
 @app.command()
@@ -206,14 +206,14 @@ def history(
     limit: Annotated[int, typer.Option(min=1, max=1000)] = 20, url: Url = DEFAULT_URL, as_json: Json = False
 ) -> None:
     """Past receipts, newest first."""
-    from updater import cli_views
+    from updater.cli import views
 
     with _errors(as_json), _client(url) as client:
         receipts = client.history(limit)
         if as_json:
-            cli_views.print_json([one.model_dump(mode="json") for one in receipts])
+            views.print_json([one.model_dump(mode="json") for one in receipts])
         else:
-            cli_views.history(receipts)
+            views.history(receipts)
 
 
 @app.command()
@@ -222,10 +222,10 @@ def readmit(
     as_json: Json = False,
 ) -> None:
     """Take a quarantined replica back if all its ranks prove one version; it joins again."""
-    from updater import cli_replica
+    from updater.cli import replica
 
     with _errors(as_json):
-        cli_replica.run(url, "readmit", {}, as_json=as_json)
+        replica.run(url, "readmit", {}, as_json=as_json)
 
 
 @app.command()
@@ -235,10 +235,10 @@ def release(
     as_json: Json = False,
 ) -> None:
     """Open a replica by hand that has installed and whose coordinator does not come back. Recorded in its status."""
-    from updater import cli_replica
+    from updater.cli import replica
 
     with _errors(as_json):
-        cli_replica.run(url, "release", {"to": to.value}, as_json=as_json)
+        replica.run(url, "release", {"to": to.value}, as_json=as_json)
 
 
 @app.command()
@@ -248,15 +248,15 @@ def manifest(
     as_json: Json = False,
 ) -> None:
     """Write liveweights.manifest.json with the digest of every tensor beside a checkpoint."""
-    from updater import cli_views
+    from updater.cli import views
 
     with _errors(as_json):
         made = _check_manifest(directory) if check else _write_manifest(directory)
         summary = {"tensors": len(made.tensors), "manifest_digest": made.digest, "digests": made.has_digests}
         if as_json:
-            cli_views.print_json(summary)
+            views.print_json(summary)
         else:
-            cli_views.out.print(f"{len(made.tensors)} tensors, manifest {made.digest}")
+            views.out.print(f"{len(made.tensors)} tensors, manifest {made.digest}")
 
 
 @app.command()
@@ -266,10 +266,10 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Files, tensors, bytes, dtypes, and every fault with its place. Exit code 1 if there are faults."""
-    from updater import cli_inspect
+    from updater.cli import inspect
 
     with _errors(as_json):
-        raise typer.Exit(Exit.REFUSED if cli_inspect.run(directory, tp, as_json=as_json) else Exit.OK)
+        raise typer.Exit(Exit.REFUSED if inspect.run(directory, tp, as_json=as_json) else Exit.OK)
 
 
 @app.command()
@@ -278,16 +278,16 @@ def demo(
     keep: Annotated[bool, typer.Option(help="Leave checkpoints, journal and logs where they are.")] = False,
 ) -> None:
     """Two live replicas, five publications under load, bad checkpoints, a rollback. Exit code 1 on any mixed reply."""
-    from updater import demo as show
+    from updater.demo import main as show
 
     raise typer.Exit(Exit.OK if show.run(report, keep=keep) else Exit.REFUSED)
 
 
 def _follow(client: Client, body: dict[str, Any]) -> Receipt:
     """Begin, show the phases as they come, and return the receipt or raise what the outcome says."""
-    from updater import cli_views
+    from updater.cli import views
 
-    with cli_views.phase_bar(f"version {body['version']}") as show:
+    with views.phase_bar(f"version {body['version']}") as show:
         begun = client.begin(body)
         for name, data in client.events(begun.id):
             show(name, data)
@@ -296,12 +296,12 @@ def _follow(client: Client, body: dict[str, Any]) -> Receipt:
 
 
 def _finish(receipt: Receipt, as_json: bool) -> None:
-    from updater import cli_views
+    from updater.cli import views
 
     if as_json:
-        cli_views.print_json(receipt.model_dump(mode="json"))
+        views.print_json(receipt.model_dump(mode="json"))
     else:
-        cli_views.receipt(receipt)
+        views.receipt(receipt)
 
 
 def _write_manifest(directory: Path) -> Any:
@@ -317,10 +317,10 @@ def _check_manifest(directory: Path) -> Any:
 
 
 def _with_bar(directory: Path, what: str, work: Callable[[Callable[[int], None]], Any]) -> Any:
-    from updater import cli_views
+    from updater.cli import views
 
     total = sum(file.stat().st_size for file in directory.glob("*.safetensors")) if directory.is_dir() else None
-    with cli_views.byte_bar(what, total) as told:
+    with views.byte_bar(what, total) as told:
         return work(told)
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from updater import cli_views
+from updater.cli import views
 from updater.core.errors import LiveweightsError
-from updater.demo_clients import Load, Verdict, judge
-from updater.demo_processes import Child, Children, ProcessFailed, free_port
+from updater.demo.clients import Load, Verdict, judge
+from updater.demo.processes import Child, Children, ProcessFailed, free_port
 from updater.schemas import Receipt
 
 VERSIONS = 6  # five published one after the other, and one more that is first pushed broken, then repaired
@@ -80,7 +80,7 @@ def run(report: Path, *, keep: bool = False) -> bool:
     except (ProcessFailed, TimeoutError, LiveweightsError, ExceptionGroup) as error:
         failed = f"{type(error).__name__}: {error}"
         for child in children.running:
-            cli_views.err.print(f"--- {child.name}\n{child.tail()}", markup=False)
+            views.err.print(f"--- {child.name}\n{child.tail()}", markup=False)
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):  # what is being stopped is stopped to the end
             signal.signal(number, signal.SIG_IGN)
@@ -90,13 +90,13 @@ def run(report: Path, *, keep: bool = False) -> bool:
         else:
             say(f"kept: {folder}")
     if failed:
-        cli_views.err.print(f"the demo broke off: {failed}", markup=False, style="red")
+        views.err.print(f"the demo broke off: {failed}", markup=False, style="red")
         return False
     return _conclude(story, verdict, leftovers, report)
 
 
 def say(text: str) -> None:
-    cli_views.err.print(f"[dim]{text}[/dim]", highlight=False, soft_wrap=True)
+    views.err.print(f"[dim]{text}[/dim]", highlight=False, soft_wrap=True)
 
 
 # --- the stage -----------------------------------------------------------------------------------------------------
@@ -313,23 +313,23 @@ def _rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def _conclude(story: Story, verdict: Verdict, leftovers: Sequence[str], report: Path) -> bool:
     load = story.load
     unexpected = [row.what for row in story.rows if not row.expected]
-    cli_views.out.print(_table(story.rows))
+    views.out.print(_table(story.rows))
     for row in story.rows:
         if row.receipt and row.receipt.pause:
-            cli_views.out.print(f"{row.version} {row.what}: {cli_views.pause_parts(row.receipt)}", highlight=False)
+            views.out.print(f"{row.version} {row.what}: {views.pause_parts(row.receipt)}", highlight=False)
     cached = sum(reply.cached_tokens > 0 for reply in load.replies)
     aborted = sum(reply.finish_reason == "abort" for reply in load.replies)
-    cli_views.out.print(
+    views.out.print(
         f"{verdict.compared} tokens compared with plain generate, {verdict.left_out} left out (margin below {MARGIN:g})"
         f"; {cached} replies used shared prefixes, {aborted} were ended early by the update that asked for it"
     )
     if load.turned_away:
-        cli_views.out.print(f"turned away while shut: {dict(load.turned_away)}")
+        views.out.print(f"turned away while shut: {dict(load.turned_away)}")
     for fault in (*verdict.mixed[:10], *load.broken[:10], *leftovers):
-        cli_views.err.print(fault, style="red", markup=False)
+        views.err.print(fault, style="red", markup=False)
     for what in unexpected:
-        cli_views.err.print(f"did not end as it must: {what}", style="red", markup=False)
-    cli_views.out.print(f"[bold]mixed replies: {len(verdict.mixed)} of {verdict.replies}[/bold]")
+        views.err.print(f"did not end as it must: {what}", style="red", markup=False)
+    views.out.print(f"[bold]mixed replies: {len(verdict.mixed)} of {verdict.replies}[/bold]")
     report.write_text(json.dumps(_report(story, verdict), indent=2) + "\n")
     return not (verdict.mixed or unexpected or load.broken or leftovers) and verdict.compared > 0
 
@@ -349,14 +349,14 @@ def _table(rows: Sequence[Row]) -> Any:
                 row.outcome,
                 row.code,
                 one.proof if one else "",
-                cli_views.size(one.bytes_read) if one and one.bytes_read else "",
-                cli_views.ms(phases.get("staging")),
-                cli_views.ms(phases.get("verifying")),
-                cli_views.ms(pause),
+                views.size(one.bytes_read) if one and one.bytes_read else "",
+                views.ms(phases.get("staging")),
+                views.ms(phases.get("verifying")),
+                views.ms(pause),
                 share,
             )
         )
-    return cli_views.table("updates", columns, lines, right="read,stage ms,verify ms,pause ms,share")
+    return views.table("updates", columns, lines, right="read,stage ms,verify ms,pause ms,share")
 
 
 def _report(story: Story, verdict: Verdict) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from updater.clock import Clock, Timer
+from updater.coordinator.clock import Clock, Timer
+from updater.coordinator.journal import Journal, JournalFailed
+from updater.coordinator.outbox import Outbox
 from updater.core import events as ev
 from updater.core.effects import (
     Accepted,
@@ -32,8 +34,6 @@ from updater.core.effects import (
 from updater.core.errors import Failure
 from updater.core.fleet import step
 from updater.core.state import FleetState
-from updater.journal import Journal, JournalFailed
-from updater.outbox import Outbox
 
 _log = logging.getLogger("liveweights.coordinator")
 

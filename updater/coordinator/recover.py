@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from updater.clock import Clock
+from updater.coordinator.clock import Clock
+from updater.coordinator.journal import Journal, Member, Request
+from updater.coordinator.membership import Contact, Directory
+from updater.coordinator.participants import ParticipantFactory
 from updater.core import recovery
 from updater.core.effects import Effect, Outcome, Record, RecordKind, Result
 from updater.core.errors import Failure
 from updater.core.participant import FrontStatus, Kind
 from updater.core.state import FleetState
-from updater.journal import Journal, Member, Request
-from updater.membership import Contact, Directory
-from updater.participants import ParticipantFactory
-from updater.settings import Settings
+from updater.service.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,10 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from updater import http
-from updater.coordinator import Coordinator
+from updater.coordinator.coordinator import Coordinator
+from updater.coordinator.journal import Journal
+from updater.coordinator.metrics import CONTENT_TYPE
+from updater.coordinator.updates import Update
 from updater.core.errors import (
     Aborted,
     Failure,
@@ -27,8 +30,6 @@ from updater.core.errors import (
     RolledBack,
     Unavailable,
 )
-from updater.journal import Journal
-from updater.metrics import CONTENT_TYPE
 from updater.schemas import (
     AdoptBody,
     FleetState,
@@ -40,8 +41,7 @@ from updater.schemas import (
     UpdateState,
     VersionState,
 )
-from updater.settings import Settings
-from updater.updates import Update
+from updater.service.settings import Settings
 
 #: What an inference client may see.
 INFERENCE_PATHS = frozenset({"/v1/version"})

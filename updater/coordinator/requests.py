@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from updater import wire
+from updater.coordinator.journal import canonical
 from updater.core.begin import wanted_version
 from updater.core.errors import refuse
 from updater.core.events import Begin
@@ -17,7 +18,6 @@ from updater.core.participant import DiskOffer, Kind
 from updater.core.policy import Policy, conflict
 from updater.core.state import FleetState
 from updater.core.version import START, Version
-from updater.journal import canonical
 from updater.manifest import Manifest
 from updater.schemas import PolicyBody, Receipt, RollbackRequest, RunStep, UpdateRequest
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from updater.coordinator.desk import Desk
+from updater.coordinator.journal import Journal, Member
+from updater.coordinator.machine import Machine
+from updater.coordinator.membership import Contact, Directory
+from updater.coordinator.participants import Participant, ParticipantFactory, Refusal, Unreachable
 from updater.core import events as ev
 from updater.core.effects import Denied
 from updater.core.errors import Failure, Unavailable
 from updater.core.participant import Description, StatusRequest
-from updater.desk import Desk
-from updater.journal import Journal, Member
-from updater.machine import Machine
-from updater.membership import Contact, Directory
-from updater.participants import Participant, ParticipantFactory, Refusal, Unreachable
 from updater.schemas import MemberState
-from updater.settings import Deadlines
+from updater.service.settings import Deadlines
 
 
 class Joins:

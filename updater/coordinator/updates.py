@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from updater.clock import Clock, Timer
+from updater.coordinator.clock import Clock, Timer
+from updater.coordinator.timeline import Timeline
 from updater.core.effects import Outcome, Result
 from updater.core.participant import Kind, PlanReply, VerifyReply
 from updater.schemas import FailureBody, MemberState, Receipt, UpdateState
-from updater.timeline import Timeline
 
 #: What one watcher may fall behind before it is cut off.
 WATCH_LIMIT = 1000

@@ -1,0 +1,1 @@
+"""The command `liveweights`: `main` has the verbs, the others what they print."""
