@@ -41,6 +41,18 @@ class Box:
             0 <= a and 0 <= n and a + n <= limit for a, n, limit in zip(self.start, self.size, shape, strict=True)
         )
 
+    def meet(self, other: Box) -> Box | None:
+        """The common region, or None where it is empty. Two 0-d boxes meet in their one element."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
+        if any(low >= high for low, high in zip(start, stop, strict=True)):
+            return None
+        return Box(start, tuple(high - low for low, high in zip(start, stop, strict=True)))
+
+    def within(self, origin: Box) -> Box:
+        """This region in the coordinates of `origin`, which contains it."""
+        return Box(tuple(a - o for a, o in zip(self.start, origin.start, strict=True)), self.size)
+
 
 @dataclass(frozen=True, slots=True)
 class Read:

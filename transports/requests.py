@@ -14,8 +14,8 @@ from math import prod
 import torch
 
 from transports.base import Read
-from transports.dtypes import TORCH_DTYPES, byte_box, byte_shape, carrier, is_packed, itemsize
-from updater.core.errors import Aborted, Failure
+from transports.dtypes import itemsize
+from transports.targets import landing
 from updater.manifest import TensorSpec
 
 
@@ -109,28 +109,12 @@ class _Planner:
 
     @classmethod
     def of(cls, place: Place, read: Read, limits: Limits) -> _Planner:
-        spec, target = place.spec, read.target.detach()
-        if not read.box.fits(spec.shape):
-            raise _refusal("tensor_shape", f"region {read.box} of a tensor of shape {list(spec.shape)}", place)
-        try:
-            shape, box = byte_shape(spec.shape, spec.dtype), byte_box(read.box, spec.shape, spec.dtype)
-        except ValueError as error:
-            raise _refusal("tensor_shape", str(error), place) from None
-        item = itemsize(spec.dtype)
-        dtype = TORCH_DTYPES.get(spec.dtype, torch.uint8)
-        same = target.dtype == dtype or (is_packed(spec.dtype) and target.element_size() == 1)
-        if same:  # bytes travel unchanged, also of types that torch cannot copy
-            dtype = carrier(item)
-            target = target.view(dtype) if target.dtype != dtype else target
-        elif is_packed(spec.dtype):
-            raise _refusal("tensor_dtype", f"packed {spec.dtype} cannot become {target.dtype}", place)
-        view = _in_source_order(target, box.size, read.permute)
-        if view is None:
-            text = f"target {list(target.shape)} cannot take region {list(box.size)} permuted by {read.permute}"
-            raise _refusal("tensor_shape", text, place)
-        strides = _row_major(shape)
-        base = sum(at * step for at, step in zip(box.start, strides, strict=True))
-        return cls(place, limits, item, strides, base, box.size, view, dtype, same and view.device.type == "cpu")
+        found = landing(place.spec, read, place.file)
+        strides = _row_major(found.shape)
+        base = sum(at * step for at, step in zip(found.box.start, strides, strict=True))
+        direct = found.same and found.view.device.type == "cpu"
+        item = itemsize(place.spec.dtype)
+        return cls(place, limits, item, strides, base, found.box.size, found.view, found.dtype, direct)
 
     def split(self) -> Iterator[Request]:
         if prod(self.sizes):
@@ -245,24 +229,3 @@ def _first(sizes: tuple[int, ...]) -> int:
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def _in_source_order(
-    target: torch.Tensor, sizes: tuple[int, ...], permute: tuple[int, ...] | None
-) -> torch.Tensor | None:
-    """The target with exactly the region's dimensions: the permutation undone, ones put where the region has them."""
-    order = tuple(range(len(sizes))) if permute is None else permute
-    if sorted(order) != list(range(len(sizes))):
-        return None
-    wanted = [sizes[dim] for dim in order]
-    if [size for size in target.shape if size != 1] != [size for size in wanted if size != 1]:
-        return None
-    view = target.squeeze()
-    for at, size in enumerate(wanted):
-        if size == 1:
-            view = view.unsqueeze(at)
-    return view.permute([order.index(dim) for dim in range(len(sizes))]) if sizes else view
-
-
-def _refusal(code: str, message: str, place: Place) -> Aborted:
-    return Aborted(Failure(code, message, tensor=place.spec.name, file=place.file))

@@ -29,10 +29,16 @@ class RunStep(_Body):
 
 
 class Source(_Body):
-    """Where the bytes are. Only `disk` is there yet; other kinds are refused with `transport_unsupported`."""
+    """Where the bytes are. Kinds that are not there yet are refused with `transport_unsupported`.
+
+    `disk`: `path`. `broadcast`, `shared_memory`, `cuda_ipc`: a sender listens at `address` (`host:port`, or the path
+    of a Unix socket) and calls its state `session`; the update then needs a manifest, and `seal` ends its stream.
+    """
 
     kind: Annotated[str, StringConstraints(max_length=40)] = "disk"
     path: Annotated[str, StringConstraints(min_length=1, max_length=4096)] = ""
+    address: Annotated[str, StringConstraints(min_length=1, max_length=300)] = ""
+    session: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = ""
 
 
 class PolicyBody(_Body):
@@ -62,7 +68,7 @@ class UpdateRequest(_Body):
     `version`: a step of the current run, `"run-step"`, or `{"run", "step"}`. `path` is short for a disk source.
     `manifest`: the document, or the SHA-256 of one that was put to `/v1/manifests/{digest}`; without it the one
     beside the checkpoint counts. `lease_s`: how long the update lives without a renewal; a disk push with
-    `commit=auto` has no lease unless this is given.
+    `commit=auto` has no lease unless this is given, a stream has one until it is sealed.
     """
 
     version: int | Annotated[str, StringConstraints(max_length=40)] | RunStep
@@ -88,6 +94,18 @@ class UpdateRequest(_Body):
     @property
     def transport(self) -> str:
         return self.source.kind if self.source else "disk"
+
+
+class SealBody(_Body):
+    """`digests`: name -> digest (16 hex digits) of tensors whose digests the manifest did not have yet."""
+
+    digests: Annotated[
+        dict[
+            Annotated[str, StringConstraints(min_length=1, max_length=500)],
+            Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")],
+        ],
+        Field(max_length=1_000_000),
+    ] = {}
 
 
 class RollbackRequest(_Body):
@@ -184,8 +202,26 @@ class Receipt(BaseModel):
     ended_at: float
 
 
+class SeatsState(BaseModel):
+    """The receivers of one replica in a stream: numbers `first` to `first + ranks`."""
+
+    replica: str
+    incarnation: str
+    first: int
+    ranks: int
+
+
+class OfferState(BaseModel):
+    """A stream as its receivers were told of it: what a sender needs to know of them."""
+
+    kind: str
+    address: str
+    session: str
+    seats: list[SeatsState]
+
+
 class UpdateState(BaseModel):
-    """An update that runs or ran. `receipt` once it ended."""
+    """An update that runs or ran. `offer`: of a running stream, from `staging` on. `receipt` once it ended."""
 
     id: str
     serial: int
@@ -195,6 +231,7 @@ class UpdateState(BaseModel):
     attempt: int
     lease_left_s: float | None
     phases_ms: dict[str, float]
+    offer: OfferState | None = None
     receipt: Receipt | None = None
 
 

@@ -12,17 +12,13 @@ Cuts = tuple[tuple[int, ...], ...]
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common region, or None where it is empty. Two 0-d boxes meet in their one element."""
-    start = tuple(max(x, y) for x, y in zip(a.start, b.start, strict=True))
-    stop = tuple(min(x, y) for x, y in zip(a.stop, b.stop, strict=True))
-    if any(low >= high for low, high in zip(start, stop, strict=True)):
-        return None
-    return Box(start, tuple(high - low for low, high in zip(start, stop, strict=True)))
+    """The common region, or None where it is empty."""
+    return a.meet(b)
 
 
 def relative(box: Box, origin: Box) -> Box:
     """`box` in the coordinates of `origin`, which contains it."""
-    return Box(tuple(a - o for a, o in zip(box.start, origin.start, strict=True)), box.size)
+    return box.within(origin)
 
 
 def merge(boxes: Iterable[Box]) -> list[Box]:

@@ -13,18 +13,12 @@ from engine_adapter.rank.plan import Opener
 from engine_adapter.rank.spare import Spare
 from engine_adapter.rank.staging import StagingHalf
 from engine_adapter.rank.state import RankState, wrong_phase
-from transports.base import Source
-from transports.disk import DiskSource
+from transports.registry import Transports
 from updater.core.participant import SpareState
 from updater.core.policy import CachePolicy
 
 #: Verbs that may take long while the engine serves: they belong on the staging thread, one at a time.
 STAGING_VERBS = frozenset({"plan", "stage", "verify", "check_previous", "audit", "digests"})
-
-
-def open_disk(path: str, roots: tuple[str, ...], manifest: str) -> Source:
-    """The opener of the disk transport."""
-    return DiskSource.open(path, roots, manifest)
 
 
 class RankAgent:
@@ -39,12 +33,14 @@ class RankAgent:
         self,
         engine: RankEngine,
         *,
-        open_source: Opener = open_disk,
+        open_source: Opener | None = None,
         clock: Callable[[], float] = time.monotonic,
         poison: bool = False,
     ) -> None:
         self._state = RankState(engine, Spare(engine.parameters()), clock)
-        staging, installing = StagingHalf(self._state, open_source, poison), InstallHalf(self._state)
+        self._transports = Transports()
+        opener = open_source or self._transports.open
+        staging, installing = StagingHalf(self._state, opener, poison), InstallHalf(self._state)
         self.cancel = staging.cancel
         self.plan, self.stage, self.verify = staging.plan, staging.stage, staging.verify
         self.check_previous, self.audit, self.digests = staging.check_previous, staging.audit, staging.digests
@@ -74,6 +70,10 @@ class RankAgent:
     def handle(self, verb: str, request: Any) -> Any:
         """The reply type is that of `RANK_MESSAGES[verb]`."""
         return self._verbs[verb](request)
+
+    def close(self) -> None:
+        """Lets go of what is kept between updates for transports. The process ends."""
+        self._transports.close()
 
     def label(self, version: str, digest: str) -> None:
         """Name the live bytes without changing them. Only while the engine is paused or has not started."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from transports.base import Box
 from updater.core.errors import Failure
-from updater.core.participant import RankInfo
+from updater.core.participant import Offer, RankInfo
 from updater.core.policy import CachePolicy, Capabilities, InstallMode
 
 
@@ -29,16 +29,18 @@ class Hello:
 class RankPlan:
     """Open the source, make the placement, prove this rank's destination coverage. Reads no tensor byte.
 
-    `roots`: folders under which `path` must lie, links resolved. `start`: this is the replay of the start checkpoint.
+    `roots`: folders under which the path of a disk offer must lie, links resolved. `start`: this is the replay of the
+    start checkpoint. `first`: number of the replica's first receiver in a stream; ranks follow in order.
     """
 
     serial: int
-    path: str
+    offer: Offer
     roots: tuple[str, ...]
     manifest: str
     allow_narrowing: tuple[tuple[str, str], ...] = ()
     allow_nonfinite: bool = False
     start: bool = False
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,13 @@ from engine_adapter.placement.rows import CopyRow, Placement
 from engine_adapter.rank.messages import RankPlan, RankPlanReply, SourceBoxes, WireTensor
 from transports.base import Box, Source
 from transports.dtypes import DTYPE_NAMES
+from transports.stream import StreamSource
 from updater.core.errors import Failure, Rejected
+from updater.core.participant import Offer, StreamOffer
 from updater.manifest import DTYPE_BITS, TensorSpec
 
-#: (path, roots, manifest as JSON text or empty) -> an opened source.
-Opener = Callable[[str, tuple[str, ...], str], Source]
+#: (offer, roots, manifest as JSON text or empty, number of this receiver in a stream) -> an opened source.
+Opener = Callable[[Offer, tuple[str, ...], str, int], Source]
 
 
 @dataclass(slots=True)
@@ -47,15 +49,17 @@ class Plan:
             self.source.close()
 
     @property
-    def has_digests(self) -> bool:
-        """Whether the trainer promised a digest for every loaded tensor."""
+    def sees_gaps(self) -> bool:
+        """Whether it would be noticed that something the source never wrote stayed in the spare: the trainer promised a
+        digest for every loaded tensor, or the stream counts what arrives.
+        """
         known = _manifest_digests(self.source)
-        return all(known.get(name) for name in self.placement.loaded)
+        return isinstance(self.source, StreamSource) or all(known.get(name) for name in self.placement.loaded)
 
 
 def make_plan(engine: RankEngine, tensors: Mapping[str, torch.Tensor], request: RankPlan, open_source: Opener) -> Plan:
     """Raises `LiveweightsError` with everything that is wrong; nothing is held then."""
-    source = open_source(request.path, request.roots, request.manifest)
+    source = open_source(request.offer, request.roots, request.manifest, request.first + engine.rank)
     try:
         return _planned(engine, tensors, request, source)
     except BaseException:
@@ -80,6 +84,8 @@ def _planned(engine: RankEngine, tensors: Mapping[str, torch.Tensor], request: R
     if failures:
         raise Rejected(*(failure.at(rank=engine.rank) for failure in failures))
     own = tuple(a for i, (a, _) in enumerate(placement.redundant) if i % engine.size == engine.rank)
+    if isinstance(source, StreamSource):
+        source.watch(own)
     return Plan(
         request=request,
         source=source,
@@ -101,13 +107,17 @@ def _casts(
     placement: Placement, specs: Mapping[str, TensorSpec], tensors: Mapping[str, torch.Tensor], request: RankPlan
 ) -> tuple[dict[int, Cast], list[Failure]]:
     casts: dict[int, Cast] = {}
+    streamed = isinstance(request.offer, StreamOffer)
     failures: dict[tuple[str, str], Failure] = {}
     for i, row in enumerate(placement.rows):
         if not isinstance(row, CopyRow):
             continue
         have, want = specs[row.source].dtype, DTYPE_NAMES.get(tensors[row.target].dtype, "?")
         cast = Cast.NONE if DTYPE_BITS[have] < 8 else cast_between(have, want)
-        if cast is Cast.NARROW and (have, want) not in {tuple(pair) for pair in request.allow_narrowing}:
+        if cast is Cast.NARROW and streamed:
+            why = f"{have} into a {want} parameter: cast it before it is sent; a stream is not read twice to prove it"
+            failures[row.source, row.target] = Failure("tensor_narrowing", why, tensor=row.source)
+        elif cast is Cast.NARROW and (have, want) not in {tuple(pair) for pair in request.allow_narrowing}:
             why = f"{have} into a {want} parameter loses bits; the policy does not allow it"
             failures[row.source, row.target] = Failure("tensor_narrowing", why, tensor=row.source)
         elif cast is Cast.NONE:

@@ -18,6 +18,7 @@ from engine_adapter.rank.replay import Stop
 from transports.base import Box, Cancelled, Read
 from transports.digest import add, region_digest, tensor_digest, to_hex
 from transports.dtypes import TORCH_DTYPES, carrier
+from transports.stream import StreamSource
 from updater.core.errors import Aborted, Failure
 from updater.manifest import TensorSpec
 
@@ -74,6 +75,9 @@ class _Reader:
             position += 1
         for alias in self.plan.own_redundant:
             spec = self.plan.specs[alias]
+            if isinstance(self.plan.source, StreamSource):  # digested as it passed
+                self._add_whole(spec, self.plan.source.arrived(alias))
+                continue
             for box, block in self._from_source(spec, Box.whole(spec.shape)):
                 self._add(spec, box, block, 0)
         missing = {name: tensor for name, tensor in self.spare.items() if name not in self.whole}
@@ -117,6 +121,13 @@ class _Reader:
             entry.digest, entry.volume = add(entry.digest, digest), entry.volume + common.numel
             total = add(total, digest)
         return total
+
+    def _add_whole(self, spec: TensorSpec, digest: int) -> None:
+        """A tensor that this rank held only while it passed: one cell, or it cannot be told apart."""
+        whole = Box.whole(spec.shape)
+        if list(cells_within(self.cuts[spec.name], whole)) != [whole]:
+            raise _bad_cuts(spec.name)
+        self.found[spec.name, 0][whole] = _Cell(digest, whole.numel)
 
     def _atoms(self) -> tuple[AtomDigest, ...]:
         atoms = []

@@ -86,7 +86,7 @@ class StagingHalf:
             stop.check()
             state.spare.set_state(SpareState.STAGING, serial=request.serial)
             state.spare_digests = state.voted = None
-            if self._poison or not plan.has_digests:
+            if self._poison or not plan.sees_gaps:
                 state.spare.poison()
             asked = replay(plan, state.spare.live, state.spare.spare, stop)
             state.stage_reply = RankStageReply(asked, state.clock() - begun)

@@ -232,7 +232,7 @@ class Replica:
         _log.info("%s: %d ranks loaded %s", self.name, len(hellos), self.settings.model)
         digest = await self.work.replay_start()
         identity = Identity(self.url, str(self.settings.model), hellos)
-        state = started(self.name, self._first_incarnation, str(START), digest)
+        state = started(self.name, self._first_incarnation, str(START), digest, len(self.pool.hellos))
         front = Front(state, identity, self.work, self.gate, rejoin=self._rejoin)
         self.face.front = front
         _log.info("%s: start checkpoint proved, digest %s", self.name, digest[:16])

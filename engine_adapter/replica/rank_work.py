@@ -7,7 +7,7 @@ kept here is per serial and only what the ranks answered: plans, cuts, the insta
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
@@ -33,12 +33,14 @@ from engine_adapter.rank.messages import (
     RankVerify,
     RankVerifyReply,
     TensorCuts,
+    WireTensor,
 )
 from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.agreement import agree, mismatches, not_proven, same_build, warnings
 from engine_adapter.replica.ranks import RankPool
 from updater.core.errors import Aborted, Failure, Rejected, refuse
 from updater.core.participant import (
+    DiskOffer,
     FenceRequest,
     InvalidateRequest,
     Kind,
@@ -49,6 +51,7 @@ from updater.core.participant import (
     ResumeRequest,
     StageReply,
     StageRequest,
+    StreamOffer,
     VerifyReply,
     VerifyRequest,
 )
@@ -80,6 +83,30 @@ class Planned:
     install: InstallMode
 
 
+def _first_seat(request: PlanRequest) -> int:
+    """Number of this replica's first receiver; 0 where nothing is streamed."""
+    if not isinstance(request.offer, StreamOffer):
+        return 0
+    try:
+        return request.offer.first_of(request.fence.incarnation)
+    except LookupError:
+        raise refuse("bad_request", "the stream's offer has no seats for this replica") from None
+
+
+def _with_digests(planned: Planned, digests: dict[str, str]) -> Planned:
+    """What the trainer promised only when its stream was sealed counts like what the manifest promised."""
+    if not digests:
+        return planned
+    first = planned.replies[0]
+    tensors = tuple(replace(each, digest=digests.get(each.name, each.digest)) for each in first.tensors)
+    return replace(planned, replies=(replace(first, tensors=tensors), *planned.replies[1:]))
+
+
+def _require_digests(tensors: tuple[WireTensor, ...]) -> None:
+    if not all(tensor.digest for tensor in tensors):
+        raise refuse("manifest_required", "the policy requires digests, and the source brings none or not all")
+
+
 class RankWork:
     """One replica's ranks as one thing."""
 
@@ -100,7 +127,9 @@ class RankWork:
         """Admit the placement: the start checkpoint, replayed, must give the live bytes. Returns its content digest."""
         same_build(self._pool.hellos)
         deadline = self._deadlines.start_s
-        plan = RankPlan(serial=0, path=self._model, roots=(self._model, *self._roots), manifest="", start=True)
+        plan = RankPlan(
+            serial=0, offer=DiskOffer(self._model), roots=(self._model, *self._roots), manifest="", start=True
+        )
         planned = await self._fan_out_plan(plan, None, InstallMode.AUTO)
         await self._pool.call("stage", RankStage(0, deadline), deadline_s=deadline)
         combined, verified = await self._verify(planned, 0, deadline)
@@ -141,7 +170,8 @@ class RankWork:
             raise refuse("bad_request", "an update needs an offer")
         rank_plan = RankPlan(
             serial=request.fence.serial,
-            path=request.offer.path,
+            offer=request.offer,
+            first=_first_seat(request),
             roots=self._roots,
             manifest=request.manifest,
             allow_narrowing=request.allow_narrowing,
@@ -149,8 +179,8 @@ class RankWork:
         )
         planned = await self._fan_out_plan(rank_plan, request, install)
         first = planned.replies[0]
-        if request.require_digests and not all(tensor.digest for tensor in first.tensors):
-            raise refuse("manifest_required", "the policy requires digests, and the source brings none or not all")
+        if request.require_digests and not isinstance(request.offer, StreamOffer):  # a stream's may come at its end
+            _require_digests(first.tensors)
         self._planned = planned
         return PlanReply(
             fence=request.fence,
@@ -190,6 +220,9 @@ class RankWork:
             await self._pool.call("check_previous", check, deadline_s=request.deadline_s)
             proof = self._proofs.get(plan.digest, "structure_only")
             return VerifyReply(request.fence, plan.digest, proof, 0, seconds=time.monotonic() - began)
+        planned = _with_digests(planned, dict(request.digests))
+        if plan is not None and plan.require_digests:
+            _require_digests(planned.replies[0].tensors)
         combined, _ = await self._verify(planned, serial, request.deadline_s)
         return VerifyReply(
             fence=request.fence,

@@ -31,6 +31,7 @@ from engine_adapter.rank.messages import (
 )
 from transports.base import Source
 from updater.core.errors import Aborted
+from updater.core.participant import DiskOffer, Offer
 from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode
 from updater.manifest import TensorSpec
 
@@ -144,12 +145,12 @@ class BareReplica:
             for rank, engine in enumerate(engines)
         ]
 
-    def _open(self, rank: int, path: str, roots: tuple[str, ...], manifest: str) -> Source:
+    def _open(self, rank: int, offer: Offer, roots: tuple[str, ...], manifest: str, number: int) -> Source:
         return self.open_source(rank)
 
     def vote(self, serial: int, **plan: Any) -> Combined:
         """Plan, stage and verify on every rank; what they hold together. Raises `LiveweightsError`."""
-        plans = [agent.plan(RankPlan(serial, "", (), "", **plan)) for agent in self.agents]
+        plans = [agent.plan(RankPlan(serial, DiskOffer(""), (), "", **plan)) for agent in self.agents]
         tensors: tuple[WireTensor, ...] = plans[0].tensors
         boxes = [reply.boxes for reply in plans]
         lost = check_sources(tensors, boxes)

@@ -41,6 +41,7 @@ from engine_adapter.rank.messages import (
 )
 from engine_adapter.replica.ranks import PoolSettings, RankPool
 from updater.core.errors import Aborted, Failure
+from updater.core.participant import DiskOffer
 from updater.core.policy import CachePolicy, InstallMode
 from updater.core.version import START
 
@@ -143,7 +144,7 @@ class Replica:
         """Serial and plans; both coverages are proved."""
         serial, folder = next(self._serials), Path(path).resolve()
         plans: list[RankPlanReply] = self.call(
-            "plan", RankPlan(serial, str(folder), (str(folder),), manifest, start=start)
+            "plan", RankPlan(serial, DiskOffer(str(folder)), (str(folder),), manifest, start=start)
         )
         holes = check_sources(plans[0].tensors, [plan.boxes for plan in plans])
         if holes:

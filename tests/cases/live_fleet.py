@@ -27,7 +27,7 @@ from updater import wire
 from updater.coordinator.coordinator import Coordinator
 from updater.core.participant import FrontStatus
 from updater.service.app import bind, create_app
-from updater.service.settings import Deadlines, Settings
+from updater.settings import Deadlines, Settings
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 TOKENS = 6

@@ -23,6 +23,7 @@ from transports.base import Source
 from transports.disk import DiskSource
 from transports.testing import LyingSource, MemorySource, PoisonSource, refused, write_checkpoint
 from updater.core.errors import LiveweightsError
+from updater.core.participant import DiskOffer
 from updater.core.policy import InstallMode
 
 
@@ -280,7 +281,7 @@ def test_a_rank_agent_opens_the_disk_by_itself(tmp_path: Path) -> None:
     weight = torch.arange(12.0).view(3, 4)
     write_checkpoint(tmp_path / "model.safetensors", {"w": weight})
     agent = RankAgent(BareEngine({"w": (3, 4)}, Rules(), dtypes={"w": torch.float32}))
-    reply = agent.plan(RankPlan(1, str(tmp_path), (str(tmp_path),), ""))
+    reply = agent.plan(RankPlan(1, DiskOffer(str(tmp_path)), (str(tmp_path),), ""))
     assert (reply.bytes_to_read, reply.manifest_digest) == (48, "")
     with refused("source_outside_roots"):
-        agent.plan(RankPlan(2, str(tmp_path), (str(tmp_path / "other"),), ""))
+        agent.plan(RankPlan(2, DiskOffer(str(tmp_path)), (str(tmp_path / "other"),), ""))

@@ -23,6 +23,7 @@ from engine_adapter.rank.messages import (
 from engine_adapter.testing import build_toy, expected_digests, make_toy_checkpoint, reference_generate
 from engine_adapter.testing.config import ToyOptions
 from engine_adapter.testing.harness import Replica
+from updater.core.participant import DiskOffer
 from updater.core.policy import CachePolicy, InstallMode
 
 torch.set_num_threads(1)
@@ -83,7 +84,7 @@ def test_B084_buffers_outside_the_parameters_come_back_after_a_sleep(tmp_path: P
         engine.sleep()
         if woken:
             engine.wake()
-        plan = agent.handle("plan", RankPlan(1, str(eight), (str(eight),), ""))
+        plan = agent.handle("plan", RankPlan(1, DiskOffer(str(eight)), (str(eight),), ""))
         agent.handle("stage", RankStage(1, 30.0))
         agent.handle("verify", RankVerify(1, make_cuts(plan.tensors, [plan.boxes]), 30.0))
         agent.handle("pause", RankPause(1, 10.0))

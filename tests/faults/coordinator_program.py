@@ -13,7 +13,7 @@ from pathlib import Path
 from updater.coordinator.journal import Journal
 from updater.core.effects import Record
 from updater.service.app import serve
-from updater.service.settings import Deadlines, Settings
+from updater.settings import Deadlines, Settings
 
 
 class Dying(Journal):

@@ -257,7 +257,7 @@ def test_paths_that_no_client_library_would_send_are_closed_too(tmp_path: Path) 
         port = free.getsockname()[1]
     program = (
         "import sys; from pathlib import Path; from updater.service.app import serve; "
-        "from updater.service.settings import Settings; "
+        "from updater.settings import Settings; "
         "from updater.security import Tokens;"
         "serve(Settings(state=Path(sys.argv[1]), port=int(sys.argv[2]), tokens=Tokens.from_env()))"
     )

@@ -27,6 +27,7 @@ from engine_adapter.rank.messages import (
 )
 from engine_adapter.replica.ranks import PoolSettings, RankPool
 from updater.core.errors import Failure
+from updater.core.participant import DiskOffer
 from updater.core.policy import CachePolicy, InstallMode
 
 FACTORY = "engine_adapter.transformers.engine:build"
@@ -133,7 +134,7 @@ class Replica:
     # updates
 
     def stage(self, model: Path, serial: int, *, start: bool = False) -> tuple[Combined, list[RankVerifyReply]]:
-        plan = RankPlan(serial, str(model), self._roots, "", start=start)
+        plan = RankPlan(serial, DiskOffer(str(model)), self._roots, "", start=start)
         plans = self.call("plan", plan)
         cuts = make_cuts(plans[0].tensors, [reply.boxes for reply in plans])
         self.call("stage", RankStage(serial, HANG_S))

@@ -12,7 +12,7 @@ import pytest
 from updater.coordinator.journal import Journal
 from updater.core.effects import Record
 from updater.core.errors import Failure
-from updater.service.settings import Deadlines
+from updater.settings import Deadlines
 from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, digest_of, settle
 from updater.testing.service import LocalService
 

@@ -22,6 +22,7 @@ from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import checkpoint, holds, manifest_of, replica, sliced
 from transports.base import Box
 from transports.testing import MemorySource
+from updater.core.participant import DiskOffer
 from updater.manifest import TensorSpec
 
 torch.set_num_threads(1)
@@ -216,7 +217,7 @@ def test_one_flipped_bit_in_any_spare_is_caught(data: st.DataObject) -> None:
     """Between staging and the vote: read back from the spare, so the wire cannot hide it."""
     tensors = checkpoint(8)
     made = replica(tensors, 2)
-    plans = [agent.plan(RankPlan(1, "", (), "")) for agent in made.agents]
+    plans = [agent.plan(RankPlan(1, DiskOffer(""), (), "")) for agent in made.agents]
     cuts = make_cuts(plans[0].tensors, [plan.boxes for plan in plans])
     for agent in made.agents:
         agent.stage(RankStage(1, 60.0))

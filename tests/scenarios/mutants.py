@@ -72,6 +72,12 @@ MUTANTS = (
         "    if update.waiting or update.recording:",
         "    if len(update.waiting) > (state.phase is Phase.VERIFYING) or update.recording:",
     ),
+    one(
+        "verified before the stream was sealed",
+        "flow",
+        "    if state.phase is Phase.STAGING and update.awaits_seal:",
+        "    if state.phase is Phase.STOPPED and update.awaits_seal:",
+    ),
     one("resumed before published", "table", "done=Phase.PUBLISHING,", "done=Phase.RESUMING,"),
     one("installed without a decision", "table", "done=Phase.DECIDING,", "done=Phase.INSTALLING,"),
     Mutant(

@@ -954,3 +954,30 @@ def tell(name: str, machines: Machines | None = None) -> Simulation:
     sim = Simulation(machines=machines)
     STORIES[name](sim)
     return sim
+
+
+@story
+def a_stream_is_voted_on_only_once_it_is_sealed(sim: Simulation) -> None:
+    """Every rank has staged what came; more may come until the trainer says that it was all."""
+    fleet(sim)
+    sim.begin("pushed", 0, stream=True, manifest="bytes-pushed")
+    sim.run()
+    assert sim.state is not None
+    assert sim.state.phase is Phase.STAGING
+    assert sim.on_wire("verify", "a") == []
+    sim.ask(events.Seal("pushed"))
+    sim.settle()
+    ended(sim, Outcome.COMMITTED)
+    assert serving(sim) == {"a": "0-0", "b": "0-0"}
+
+
+@story
+def a_stream_whose_sender_is_gone_is_given_up(sim: Simulation) -> None:
+    """The lease ends: the staging goes, nothing paused, and a joiner is not caught up from a stream."""
+    fleet(sim)
+    sim.begin("pushed", 0, stream=True, manifest="bytes-pushed")
+    sim.run()
+    sim.feed(events.LeaseExpired("pushed"))
+    sim.settle()
+    ended(sim, Outcome.ABORTED, "lease_expired")
+    assert serving(sim) == {"a": "start", "b": "start"}

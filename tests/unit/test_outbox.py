@@ -13,7 +13,7 @@ from updater.core.errors import Failure
 from updater.core.events import Event, Refused, Replied
 from updater.core.participant import Ack, Fence, FenceRequest, PauseRequest, StageRequest
 from updater.core.policy import InFlight
-from updater.service.settings import Deadlines
+from updater.settings import Deadlines
 from updater.testing.fronts import ManualClock, settle
 
 

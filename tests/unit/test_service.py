@@ -17,7 +17,7 @@ from updater.core.state import Phase
 from updater.core.version import Version
 from updater.schemas import PolicyBody, UpdateRequest
 from updater.service.app import bind, create_app
-from updater.service.settings import Settings
+from updater.settings import Settings
 from updater.testing.service import LocalService
 
 ROUTES = {

@@ -93,7 +93,7 @@ def serve(
     with _errors(False):
         from updater.security import Tokens
         from updater.service.app import serve as run
-        from updater.service.settings import Settings, default_state
+        from updater.settings import Settings, default_state
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         logging.getLogger("httpx").setLevel(logging.WARNING)

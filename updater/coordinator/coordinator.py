@@ -26,11 +26,11 @@ from updater.coordinator.requests import checked_manifest
 from updater.core import events as ev
 from updater.core.effects import Finish, Started
 from updater.core.errors import Failure
-from updater.core.participant import Kind
+from updater.core.participant import DiskOffer, Kind
 from updater.core.state import FleetState, Phase, Standing
 from updater.schemas import FleetState as FleetView
 from updater.schemas import MemberState, VersionState
-from updater.service.settings import Settings
+from updater.settings import Settings
 
 _log = logging.getLogger("liveweights.coordinator")
 
@@ -265,4 +265,4 @@ def _sources_needed(state: FleetState) -> list[str]:
     offers = [version.offer for version in (state.live, state.before) if version is not None]
     offers += [state.update.offer] if state.update is not None else []
     offers += [begin.offer for begin in state.queue]
-    return sorted({offer.path for offer in offers if offer is not None})
+    return sorted({offer.path for offer in offers if isinstance(offer, DiskOffer)})

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
+from updater import wire
 from updater.coordinator.clock import Clock
 from updater.coordinator.journal import Journal, JournalFailed, Request
 from updater.coordinator.machine import Machine
 from updater.coordinator.metrics import Metrics
 from updater.coordinator.recover import Found, result_of
-from updater.coordinator.requests import Asked, asked_rollback, asked_update
+from updater.coordinator.requests import Asked, asked_rollback, asked_update, sealed_manifest
 from updater.coordinator.timeline import Timeline
 from updater.coordinator.updates import Lease, Update, receipt_of
 from updater.core import events as ev
 from updater.core.effects import Denied, Finish, Started
 from updater.core.errors import CODES, Failure, LiveweightsError, Rejected, Unavailable
-from updater.core.participant import Kind
+from updater.core.participant import Kind, StreamOffer
 from updater.core.policy import CommitMode
-from updater.core.state import FleetState
+from updater.core.state import FleetState, Phase
 from updater.http import RejectedWith
-from updater.schemas import MemberState, Receipt, RollbackRequest, UpdateRequest, UpdateState
-from updater.service.settings import Settings
+from updater.schemas import MemberState, OfferState, Receipt, RollbackRequest, UpdateRequest, UpdateState
+from updater.settings import Settings
 
 
 class Desk:
@@ -88,7 +89,9 @@ class Desk:
         """A disk push that commits by itself needs nobody to come back."""
         if asked.lease_s is not None:
             return asked.lease_s
-        return self._settings.deadlines.update_lease_s if asked.event.policy.commit is CommitMode.MANUAL else None
+        manual = asked.event.policy.commit is CommitMode.MANUAL
+        needed = manual or isinstance(asked.event.offer, StreamOffer)
+        return self._settings.deadlines.update_lease_s if needed else None
 
     def _uploaded(self, digest: str) -> str | None:
         with self._machine.journaled():
@@ -120,8 +123,16 @@ class Desk:
     def view(self, update: Update) -> UpdateState:
         state = update.state(self._clock.now())
         if update.receipt is None:
-            return state
+            return state.model_copy(update={"offer": self._offer(update)})
         return state.model_copy(update={"phases_ms": update.receipt.phases_ms})
+
+    def _offer(self, update: Update) -> OfferState | None:
+        running = self._machine.state.update
+        if running is None or running.serial != update.serial or not isinstance(running.offer, StreamOffer):
+            return None
+        if self._machine.state.phase is not Phase.STAGING:
+            return None
+        return OfferState.model_validate(wire.plain(running.offer))
 
     def renew(self, update_id: str) -> Update:
         """Raises `lease_expired` if it comes too late; harmless for an update without a lease."""
@@ -130,8 +141,21 @@ class Desk:
             update.lease.renew()
         return update
 
-    def seal(self, update_id: str) -> Update:
-        return self._tell(self._going_on(update_id), ev.Seal(update_id))
+    def seal(self, update_id: str, digests: Mapping[str, str]) -> Update:
+        """The stream is complete. Where the commit comes by itself, nobody has to come back from here on."""
+        update = self._going_on(update_id)
+        running = self._machine.state.update
+        seal = ev.Seal(update_id)
+        if running is not None and running.update == update_id and running.awaits_seal and digests:
+            manifest = sealed_manifest(running.manifest, digests)
+            with self._machine.journaled():
+                self._journal.keep_manifest(manifest.to_json())
+            seal = ev.Seal(update_id, tuple(digests.items()), manifest.to_json(), manifest.digest)
+        self._tell(update, seal)
+        if update.lease is not None and running is not None and running.policy.commit is CommitMode.AUTO:
+            update.lease.cancel()
+            update.lease = None
+        return update
 
     def commit(self, update_id: str) -> Update:
         """A manual commit. Once it is accepted the coordinator's deadlines rule, not the client's lease."""

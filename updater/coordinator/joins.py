@@ -15,7 +15,7 @@ from updater.core.effects import Denied
 from updater.core.errors import Failure, Unavailable
 from updater.core.participant import Description, StatusRequest
 from updater.schemas import MemberState
-from updater.service.settings import Deadlines
+from updater.settings import Deadlines
 
 
 class Joins:

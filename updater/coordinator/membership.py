@@ -16,7 +16,7 @@ from updater.core.events import Event, Lost, Seen
 from updater.core.participant import Description, FrontState, FrontStatus, Spare, SpareState, StatusRequest
 from updater.core.state import Member, Standing
 from updater.schemas import MemberState
-from updater.service.settings import Deadlines
+from updater.settings import Deadlines
 
 _log = logging.getLogger("liveweights.coordinator")
 

@@ -12,7 +12,7 @@ from updater.coordinator.participants import Participant, Refusal, Unreachable
 from updater.core.effects import Send
 from updater.core.events import Event, Refused, Replied
 from updater.core.participant import PauseRequest, StageRequest, VerifyRequest
-from updater.service.settings import Deadlines
+from updater.settings import Deadlines
 
 _log = logging.getLogger("liveweights.outbox")
 SLACK_S = 5.0  # how much longer than the front's own deadline we listen

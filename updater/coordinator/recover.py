@@ -14,7 +14,7 @@ from updater.core.effects import Effect, Outcome, Record, RecordKind, Result
 from updater.core.errors import Failure
 from updater.core.participant import FrontStatus, Kind
 from updater.core.state import FleetState
-from updater.service.settings import Settings
+from updater.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

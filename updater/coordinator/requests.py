@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from updater.coordinator.journal import canonical
 from updater.core.begin import wanted_version
 from updater.core.errors import refuse
 from updater.core.events import Begin
-from updater.core.participant import DiskOffer, Kind
+from updater.core.participant import STREAMS, DiskOffer, Kind, Offer, StreamOffer
 from updater.core.policy import Policy, conflict
 from updater.core.state import FleetState
 from updater.core.version import START, Version
@@ -45,8 +45,6 @@ def asked_update(
     """Raises Rejected. `uploaded`: text of a manifest by its digest."""
     if request.adapter is not None:
         raise refuse("adapter_unsupported", "adapters cannot be published yet")
-    if request.transport != "disk":
-        raise refuse("transport_unsupported", f"transport {request.transport!r} is not supported, only disk")
     policy = _policy(request.policy)
     run, step = _version(request)
     body, body_hash = _hashed(Kind.UPDATE, request)
@@ -56,7 +54,7 @@ def asked_update(
         step=step,
         run=run,
         base=_label(request.base_version, "base_version") if request.base_version is not None else None,
-        offer=DiskOffer(resolved(request.disk_path, roots)),
+        offer=_offer(request, roots),
         manifest=_manifest(request.manifest, uploaded),
         policy=policy,
     )
@@ -65,6 +63,20 @@ def asked_update(
         live = str(state.live.label.version) if state.live is not None else ""
         event = _named(event, str(version), known, live)
     return Asked(event, str(version), body, request.lease_s)
+
+
+def _offer(request: UpdateRequest, roots: tuple[Path, ...]) -> Offer:
+    source, kind = request.source, request.transport
+    if source is None or kind == "disk":
+        return DiskOffer(resolved(request.disk_path, roots))
+    if kind not in STREAMS:
+        known = ", ".join(("disk", *STREAMS))
+        raise refuse("transport_unsupported", f"transport {kind!r} is not one of {known}")
+    if not source.address or not source.session or source.path:
+        raise refuse("bad_request", f"a {kind} source has an address and a session, and no path")
+    if request.manifest is None:
+        raise refuse("manifest_required", f"a {kind} update has to say in a manifest what will come")
+    return wire.build(StreamOffer, {"kind": kind, "address": source.address, "session": source.session})
 
 
 def asked_rollback(request: RollbackRequest, serial: int) -> Asked:
@@ -114,8 +126,8 @@ def _label(text: str, field: str) -> Version:
 def _hashed(kind: Kind, request: UpdateRequest | RollbackRequest) -> tuple[str, str]:
     """The request without its id, in one form for all spellings of it, and the SHA-256 of that."""
     plain: dict[str, Any] = request.model_dump(mode="json", exclude={"id"})
-    if isinstance(request, UpdateRequest):
-        plain |= {"path": None, "source": {"kind": request.transport, "path": request.disk_path}}
+    if isinstance(request, UpdateRequest) and request.transport == "disk":
+        plain |= {"path": None, "source": {"kind": "disk", "path": request.disk_path}}
     body = canonical({"kind": kind.value, **plain})
     return body, hashlib.sha256(body.encode()).hexdigest()
 
@@ -155,6 +167,22 @@ def _manifest(given: dict[str, Any] | str | None, uploaded: Callable[[str], str 
             raise refuse("manifest_invalid", f"no manifest {given} was uploaded")
         return text
     return checked_manifest(canonical(given)).to_json()
+
+
+def sealed_manifest(text: str, digests: Mapping[str, str]) -> Manifest:
+    """The manifest of a stream with the digests that came at its end. Raises `manifest_invalid`."""
+    manifest = checked_manifest(text)
+    unknown = sorted(set(digests) - {entry.name for entry in manifest.tensors})
+    if unknown:
+        raise refuse("manifest_invalid", "a digest for a tensor that the manifest does not list", tensor=unknown[0])
+    entries = []
+    for entry in manifest.tensors:
+        digest = digests.get(entry.name, entry.digest)
+        if entry.digest and digest != entry.digest:
+            why = f"promised {entry.digest}, sealed {digest}"
+            raise refuse("manifest_mismatch", why, tensor=entry.name)
+        entries.append(replace(entry, digest=digest))
+    return replace(manifest, tensors=tuple(entries))
 
 
 def checked_manifest(text: str | bytes) -> Manifest:

@@ -20,7 +20,7 @@ from updater.core.effects import (
 from updater.core.errors import Failure
 from updater.core.events import Begin
 from updater.core.flow import Moved, current, enter, present, undo
-from updater.core.participant import Kind
+from updater.core.participant import DiskOffer, Kind, Offer, Seats, StreamOffer
 from updater.core.policy import CommitMode, OnBusy, conflict
 from updater.core.requests import join_request, live
 from updater.core.state import FleetState, Member, Phase, Published, Standing, Transaction
@@ -115,6 +115,10 @@ def _update_problem(state: FleetState, event: Begin) -> Failure | None:
     serving = live(state)
     if event.offer is None:
         return Failure("bad_request", "an update needs an offer")
+    if isinstance(event.offer, StreamOffer):
+        unknown = next((member for member in candidates(state, event.kind) if not member.ranks), None)
+        if unknown is not None:
+            return Failure("transport_unsupported", "does not say how many ranks it has", replica=unknown.replica)
     if event.step < 0:
         return Failure("bad_request", f"step {event.step} is negative")
     version = wanted_version(state, event)
@@ -157,7 +161,7 @@ def start(state: FleetState, event: Begin) -> Moved:
         serial=state.serial + 1,
         version=target.version if target else wanted_version(state, event),
         policy=event.policy,
-        offer=event.offer,
+        offer=_seated(event.offer, members),
         manifest=event.manifest,
         participants=tuple((member.replica, member.incarnation) for member in members),
         enlisted=frozenset(member.replica for member in members if member.standing is Standing.JOINING),
@@ -165,6 +169,17 @@ def start(state: FleetState, event: Begin) -> Moved:
         commit_requested=event.policy.commit is CommitMode.AUTO,
     )
     return _launch(state, update, (Accepted(event.update, update.serial),))
+
+
+def _seated(offer: Offer | None, members: tuple[Member, ...]) -> Offer | None:
+    """A stream's receivers are numbered when its participants are frozen."""
+    if not isinstance(offer, StreamOffer):
+        return offer
+    seats, first = [], 0
+    for member in members:
+        seats.append(Seats(member.replica, member.incarnation, first, member.ranks))
+        first += member.ranks
+    return replace(offer, seats=tuple(seats))
 
 
 def _launch(state: FleetState, update: Transaction, before: tuple[Effect, ...]) -> Moved:
@@ -242,8 +257,10 @@ def _admissions(state: FleetState) -> Moved:
             state, sends = _join(state, member)
             effects += sends
     behind = [member for member in joiners if member.live != label.digest and member.gave_up_on != label]
-    if behind and state.live is not None and state.live.offer is not None:
-        state, more = _catch_up(state, state.live, behind[0])
+    # What was streamed cannot be asked for again: its late joiners are enlisted in the next update.
+    serving = state.live
+    if behind and serving is not None and isinstance(serving.offer, DiskOffer):
+        state, more = _catch_up(state, serving, behind[0])
         effects += more
     return state, effects
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from updater.core.errors import Failure
-from updater.core.participant import DiskOffer, Fence, Kind
+from updater.core.participant import Fence, Kind, Offer
 from updater.core.policy import Policy
 from updater.core.version import Version
 
@@ -59,7 +59,7 @@ class Record:
     digest: str
     manifest_digest: str
     members: tuple[tuple[str, str], ...]
-    offer: DiskOffer | None = None
+    offer: Offer | None = None
     manifest: str = ""
     policy: Policy = field(default_factory=Policy)
 

@@ -55,6 +55,10 @@ CODES: dict[str, int] = {
     "index_mismatch": 422,
     "shard_missing": 422,
     "read_failed": 424,
+    # sources: streams
+    "stream_mismatch": 422,
+    "peer_lost": 424,
+    "peer_timeout": 424,
     # content
     "manifest_invalid": 422,
     "manifest_mismatch": 422,

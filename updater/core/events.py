@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from updater.core.errors import Failure
-from updater.core.participant import Description, DiskOffer, Fence, FrontStatus, Kind
+from updater.core.participant import Description, Fence, FrontStatus, Kind, Offer
 from updater.core.policy import Policy
 from updater.core.version import Version
 
@@ -34,16 +34,23 @@ class Begin:
     base: Version | None = None
     target: Version | None = None
     expected: Version | None = None
-    offer: DiskOffer | None = None
+    offer: Offer | None = None
     manifest: str = ""
     policy: Policy = field(default_factory=Policy)
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The stream of `update` is complete: no-op for disk offers."""
+    """The stream of `update` is complete: no-op for disk offers.
+
+    `digests`: what the trainer knows only now, (tensor, digest). With them `manifest` (JSON text) and
+    `manifest_digest` are those of the manifest that they complete; without, all three are empty.
+    """
 
     update: str
+    digests: tuple[tuple[str, str], ...] = ()
+    manifest: str = ""
+    manifest_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,12 +38,25 @@ def step(state: FleetState, event: events.Event) -> tuple[FleetState, tuple[Effe
 
 
 def _seal(state: FleetState, event: events.Seal) -> Moved:
-    """Disk offers have no stream: nothing to do, but too late is too late."""
+    """The stream is complete. Disk offers have none: nothing to do, but too late is too late."""
     if not begin.owner(state, event.update):
         return state, (_not_running(state, event.update),)
     if TABLE[state.phase].undo is None:
         return state, (_too_late(state, event.update),)
-    return state, (_accepted(state),)
+    accepted, update = _accepted(state), flow.current(state)
+    if not update.awaits_seal:
+        return state, (accepted,)
+    if state.phase is not Phase.STAGING:
+        return state, (Denied((Failure("wrong_phase", "nothing can be complete before staging began"),)),)
+    update = replace(
+        update,
+        sealed=True,
+        digests=event.digests,
+        manifest=event.manifest or update.manifest,
+        manifest_digest=event.manifest_digest or update.manifest_digest,
+    )
+    after, effects = flow.proceed(replace(state, update=update))
+    return after, (accepted, *effects)
 
 
 def _commit(state: FleetState, event: events.CommitRequested) -> Moved:

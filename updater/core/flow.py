@@ -153,6 +153,8 @@ def proceed(state: FleetState) -> Moved:
     update, row = current(state), TABLE[state.phase]
     if update.waiting or update.recording:
         return state, ()
+    if state.phase is Phase.STAGING and update.awaits_seal:
+        return state, ()
     update = collect(state.phase, update)
     state = replace(state, update=update)
     problems = verdict(state.phase, update)

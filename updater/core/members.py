@@ -74,6 +74,7 @@ def _newcomer(description: Description) -> Member:
         shut=True,
         url=description.url,
         config_hash=description.config_hash,
+        ranks=status.ranks,
     )
 
 

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from updater.core.errors import Failure
 from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode
@@ -158,6 +159,7 @@ class FrontStatus:
     staged_serial: int = 0
     failure: Failure | None = None
     released: Released | None = None  # until a coordinator has published since
+    ranks: int = 0  # how many worker processes it has; 0: not said
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,57 @@ class DiskOffer:
     """`path`: a safetensors file or a directory; links resolved, it must lie under one of the roots."""
 
     path: str
-    kind: str = "disk"
+    kind: Literal["disk"] = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """Where the ranks of one participant sit among the receivers of a stream: `ranks` of them, from `first` on."""
+
+    replica: str
+    incarnation: str
+    first: int
+    ranks: int
+
+
+#: Transports that push: the bytes come once, from a sender that listens at an address.
+STREAMS = ("broadcast", "shared_memory", "cuda_ipc")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOffer:
+    """A sender that every rank of every participant receives from, once.
+
+    `address`: `host:port` of a broadcast's store, else the path of a Unix socket. `session`: what the sender calls
+    its state of now; it takes a new one after every end that was not normal, so nobody meets leftovers. `seats`:
+    filled in when the participants are frozen; receivers are numbered over all of them in this order.
+    """
+
+    kind: Literal["broadcast", "shared_memory", "cuda_ipc"]
+    address: str
+    session: str
+    seats: tuple[Seats, ...] = ()
+
+    @property
+    def receivers(self) -> int:
+        return sum(each.ranks for each in self.seats)
+
+    def first_of(self, incarnation: str) -> int:
+        """Number of the first receiver of a participant. Raises LookupError for one without seats."""
+        for each in self.seats:
+            if each.incarnation == incarnation:
+                return each.first
+        raise LookupError(f"no seats for {incarnation}")
+
+    def name_of(self, number: int) -> tuple[str, int]:
+        """(replica, rank) of a receiver, for messages. Raises LookupError."""
+        for each in self.seats:
+            if each.first <= number < each.first + each.ranks:
+                return each.replica, number - each.first
+        raise LookupError(f"no receiver {number}")
+
+
+Offer = DiskOffer | StreamOffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +262,7 @@ class PlanRequest:
     kind: Kind
     update: str
     version: str
-    offer: DiskOffer | None
+    offer: Offer | None
     manifest: str
     digest: str
     in_flight: InFlight
@@ -249,8 +301,11 @@ class StageReply:
 
 @dataclass(frozen=True, slots=True)
 class VerifyRequest:
+    """`digests`: (tensor, digest) that the trainer could promise only once its stream was sealed."""
+
     fence: Fence
     deadline_s: float
+    digests: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

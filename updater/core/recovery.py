@@ -148,6 +148,7 @@ def _member(state: FleetState, known: KnownMember, report: FrontStatus | None, p
         admitted=admitted,
         previous=_way_back(state, report),
         standing=Standing.OK if admitted else Standing.JOINING,
+        ranks=report.ranks,
     )
     if report.state in (FrontState.BROKEN, FrontState.QUARANTINED):
         return replace(member, standing=Standing.QUARANTINED, shut=True, previous=None)

@@ -207,7 +207,8 @@ class ReplicaState:
     install. `reached`: how far `plan.fence.serial` got: "", planned, staged, voted. `answers`: first answers by
     (verb, epoch, serial, attempt). `resuming`: ranks are being let run. `old`: what served before the install.
     `postponed`: a restore that waits for ranks to stop, or a discard that waits for the reopening. `heard`: when a
-    coordinator last asked for something. `released`: an operator opened it, and nothing was published since.
+    coordinator last asked for something. `released`: an operator opened it, and nothing was published since. `ranks`:
+    how many worker processes it has.
     """
 
     replica: str
@@ -234,6 +235,7 @@ class ReplicaState:
     failure: Failure | None = None
     heard: float = 0.0
     released: Released | None = None
+    ranks: int = 0
 
     def work(self, verb: str) -> Running | None:
         return next((each for each in self.running if each.verb == verb), None)
@@ -275,12 +277,13 @@ def status(
         staged_serial=state.serial if state.reached == "voted" else 0,
         failure=state.failure,
         released=state.released,
+        ranks=state.ranks,
     )
 
 
-def started(replica: str, incarnation: str, version: str, digest: str) -> ReplicaState:
+def started(replica: str, incarnation: str, version: str, digest: str, ranks: int = 0) -> ReplicaState:
     """A front whose ranks have loaded their start checkpoint: shut, joining. `digest`: observed content digest."""
-    return ReplicaState(replica, incarnation, Held(version, digest))
+    return ReplicaState(replica, incarnation, Held(version, digest), ranks=ranks)
 
 
 def with_running(state: ReplicaState, asked: Asked) -> ReplicaState:

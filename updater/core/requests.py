@@ -56,7 +56,7 @@ def _resume(state: FleetState, update: Transaction, fence: Fence) -> ResumeReque
 _BUILDERS: dict[str, Callable[[FleetState, Transaction, Fence], Any]] = {
     "plan": _plan,
     "stage": lambda state, update, fence: StageRequest(fence, update.policy.deadline_s),
-    "verify": lambda state, update, fence: VerifyRequest(fence, update.policy.deadline_s),
+    "verify": lambda state, update, fence: VerifyRequest(fence, update.policy.deadline_s, update.digests),
     "pause": _pause,
     "install": lambda state, update, fence: FenceRequest(fence),
     "invalidate": lambda state, update, fence: InvalidateRequest(fence, update.policy.cache),

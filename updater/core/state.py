@@ -10,7 +10,7 @@ from typing import Any
 from updater.core.effects import Label, Outcome, Record, Send
 from updater.core.errors import Failure
 from updater.core.events import Begin
-from updater.core.participant import DiskOffer, Fence, Kind
+from updater.core.participant import Fence, Kind, Offer, StreamOffer
 from updater.core.policy import Policy
 from updater.core.version import START, Version
 
@@ -65,6 +65,7 @@ class Member:
     gave_up_on: Label | None = None
     url: str = ""
     config_hash: str = ""
+    ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Published:
 
     label: Label
     manifest_digest: str = ""
-    offer: DiskOffer | None = None
+    offer: Offer | None = None
     manifest: str = ""
     policy: Policy = field(default_factory=Policy)
 
@@ -83,6 +84,7 @@ class Transaction:
     """One update. `participants`: (replica, incarnation), frozen; `enlisted`: those of them that were joining.
 
     `waiting`: who has not answered in this phase. `end`: set on the way out: outcome to finish with.
+    `sealed`: the stream is complete; `digests`: what the trainer promised with that.
     `attempt` is 0 until the first PAUSING. `retry`: only time ran out in PAUSING. `recording`: this phase's record is
     not durable yet.
     """
@@ -93,7 +95,7 @@ class Transaction:
     serial: int
     version: Version
     policy: Policy
-    offer: DiskOffer | None
+    offer: Offer | None
     manifest: str
     participants: tuple[tuple[str, str], ...]
     enlisted: frozenset[str] = frozenset()
@@ -102,6 +104,8 @@ class Transaction:
     digest: str = ""
     manifest_digest: str = ""
     replies: tuple[tuple[str, Any], ...] = ()
+    sealed: bool = False
+    digests: tuple[tuple[str, str], ...] = ()
     commit_requested: bool = False
     backing_off: bool = False
     recording: bool = False
@@ -118,6 +122,11 @@ class Transaction:
     @property
     def label(self) -> Label:
         return Label(self.version, self.digest)
+
+    @property
+    def awaits_seal(self) -> bool:
+        """Whether more of a pushed stream may come."""
+        return isinstance(self.offer, StreamOffer) and not self.sealed
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,12 @@ from updater.schemas import (
     MemberState,
     Receipt,
     RollbackRequest,
+    SealBody,
     UpdateRequest,
     UpdateState,
     VersionState,
 )
-from updater.service.settings import Settings
+from updater.settings import Settings
 
 #: What an inference client may see.
 INFERENCE_PATHS = frozenset({"/v1/version"})
@@ -139,8 +140,8 @@ class _Face:
     async def renew(self, update_id: str) -> UpdateState:
         return self._desk.view(self._desk.renew(update_id))
 
-    async def seal(self, update_id: str) -> UpdateState:
-        return self._desk.view(self._desk.seal(update_id))
+    async def seal(self, update_id: str, body: SealBody | None = None) -> UpdateState:
+        return self._desk.view(self._desk.seal(update_id, body.digests if body is not None else {}))
 
     async def commit(self, update_id: str) -> UpdateState:
         return self._desk.view(self._desk.commit(update_id))

@@ -168,7 +168,7 @@ class Explorer:
             self.sim.ask(AbortRequested(last))
         elif choice == 9:
             self.sim.feed(LeaseExpired(last))
-        elif choice == 10:
+        elif choice == 10 or (choice == 11 and self.random.random() < 0.5):
             self.sim.ask(Seal(last))
         else:
             self._operator()
@@ -188,7 +188,8 @@ class Explorer:
         step = max(0, highest.step + self.random.choice((1, 1, 1, 2, 0, -1)))
         content = f"bytes-{self.updates}"
         promised = {"": "", "good": content, "bad": "other"}[manifest]
-        self.sim.begin(f"u{self.updates}", step, content=content, manifest=promised, policy=policy)
+        stream = bool(promised) and self.random.random() < 0.5
+        self.sim.begin(f"u{self.updates}", step, content=content, manifest=promised, stream=stream, policy=policy)
 
     def _join(self) -> None:
         name = self._name()

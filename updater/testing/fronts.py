@@ -49,6 +49,7 @@ from updater.core.replica_state import (
     Work,
 )
 from updater.security import Tokens
+from updater.testing.values import source_of
 
 CAPABILITIES = Capabilities(
     cells=((InFlight.DRAIN, CachePolicy.RESET), (InFlight.ABORT, CachePolicy.RESET)), install=(InstallMode.FLIP,)
@@ -87,7 +88,7 @@ class SimulatedFront:
         if self._timer is not None:
             self._timer.cancel()
         self._waiting: dict[tuple[str, Fence], list[asyncio.Future[Any]]] = {}
-        self.state: ReplicaState = started(self.replica, secrets.token_hex(4), "start", digest_of(self._start))
+        self.state: ReplicaState = started(self.replica, secrets.token_hex(4), "start", digest_of(self._start), ranks=1)
 
     @property
     def url(self) -> str:
@@ -206,9 +207,7 @@ class SimulatedFront:
         try:
             reply = _reply(work.verb, fence, plan)
         except OSError as error:
-            failure = Failure(
-                "source_missing", type(error).__name__, file=plan.offer.path if plan and plan.offer else ""
-            )
+            failure = Failure("source_missing", type(error).__name__, file=source_of(plan.offer) if plan else "")
             self._feed(Failed(work.verb, fence, (failure,)))
             return
         self._feed(Done(work.verb, fence, reply, 0.001))
@@ -216,7 +215,7 @@ class SimulatedFront:
 
 def _reply(verb: str, fence: Fence, plan: PlanRequest | None) -> Any:
     """What ranks would report."""
-    content = Path(plan.offer.path).read_text() if plan is not None and plan.offer is not None else ""
+    content = Path(source_of(plan.offer)).read_text() if plan is not None and plan.offer is not None else ""
     observed = digest_of(content) if content else plan.digest if plan is not None else ""
     manifest = hashlib.sha256(plan.manifest.encode()).hexdigest() if plan is not None and plan.manifest else ""
     replies: dict[str, Any] = {

@@ -11,7 +11,7 @@ from updater.core.effects import (
     Effect,
 )
 from updater.core.errors import Failure
-from updater.core.participant import DiskOffer, Fence, Kind, ReadmitRequest, SpareState
+from updater.core.participant import DiskOffer, Fence, Kind, ReadmitRequest, SpareState, StreamOffer
 from updater.core.replica_state import Asked, AuditFailed, LeaseTimer, RankDied, SpareLost
 from updater.core.replica_table import SERVING, SHUT_UNINSTALLED
 from updater.core.state import Phase
@@ -32,12 +32,21 @@ class Happenings(Watched):
         self.feed(events.Joined(process.describe(self.now), old_gone=gone))
         return self.answers[-1] if self.answers else None
 
-    def begin(self, update: str, step: int, *, content: str | None = None, manifest: str = "", **rest: Any) -> Effect:
-        """Ask for step `step` of the current run, from a path that holds `content`."""
+    def begin(
+        self,
+        update: str,
+        step: int,
+        *,
+        content: str | None = None,
+        manifest: str = "",
+        stream: bool = False,
+        **rest: Any,
+    ) -> Effect:
+        """Ask for step `step` of the current run, from a path that holds `content`, or from a sender of it."""
         path = f"/{update}"
         self.sources[path] = Source(content or f"bytes-{update}")
-        event = events.Begin(update, update, step=step, offer=DiskOffer(path), manifest=manifest, **rest)
-        return self.ask(event)
+        offer = StreamOffer("broadcast", path, "s") if stream else DiskOffer(path)
+        return self.ask(events.Begin(update, update, step=step, offer=offer, manifest=manifest, **rest))
 
     def rollback(self, update: str, **rest: Any) -> Effect:
         return self.ask(events.Begin(update, update, kind=Kind.ROLLBACK, **rest))

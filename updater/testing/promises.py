@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from updater.core.participant import SpareState
+from updater.core.participant import DiskOffer, SpareState
 from updater.core.state import FleetState, Phase, Standing
 from updater.testing.shell import Shell
 from updater.testing.values import Violation
@@ -53,7 +53,7 @@ class Watched(Shell):
     def _could_serve(self, state: FleetState) -> bool:
         """Whether a joiner can be caught up at all: the source is known, still there and unchanged."""
         live = state.live
-        if live is None or live.offer is None:
+        if live is None or not isinstance(live.offer, DiskOffer):
             return False
         source = self.sources.get(live.offer.path)
         return source is not None and source.content == live.label.digest

@@ -41,7 +41,7 @@ from updater.core.replica_state import (
     Step,
     Work,
 )
-from updater.testing.values import Job, Rank, Request, Source, Token, Violation
+from updater.testing.values import Job, Rank, Request, Source, Token, Violation, source_of
 
 ReplicaStep = Callable[[ReplicaState, ReplicaEvent, float], Step]
 STAGING_WORK = frozenset({"plan", "stage", "verify", "discard"})
@@ -67,7 +67,7 @@ class SimulatedReplica:
         step: ReplicaStep = replica_machine.step,
     ) -> None:
         self.name, self.incarnation, self.sources, self._answer, self._step = name, incarnation, sources, answer, step
-        self.state = replica_machine.started(name, incarnation, "start", base)
+        self.state = replica_machine.started(name, incarnation, "start", base, ranks)
         self.ranks = [Rank(base, namespace=("start", base)) for _ in range(ranks)]
         self.alive = True
         self.admission: tuple[str, str] | None = None
@@ -179,14 +179,15 @@ class SimulatedReplica:
 
     def _plan(self, work: Work, rank: Rank) -> Failure | None:
         plan: PlanRequest = work.request
-        if plan.offer is not None and plan.offer.path not in self.sources:
-            return Failure("source_missing", plan.offer.path, replica=self.name, file=plan.offer.path)
+        path = source_of(plan.offer)
+        if plan.offer is not None and path not in self.sources:
+            return Failure("source_missing", path, replica=self.name, file=path)
         self.held.add(("source", plan.fence.serial))
         return None
 
     def _stage(self, work: Work, rank: Rank) -> Failure | None:
         plan = _plan_of(work)
-        path = plan.offer.path if plan.offer else ""
+        path = source_of(plan.offer)
         if path not in self.sources:
             return Failure("source_changed", path, replica=self.name, file=path)
         self.held.add(("staging", plan.fence.serial))

@@ -16,7 +16,7 @@ from updater.coordinator.journal import Journal
 from updater.core.errors import Failure
 from updater.security import Tokens
 from updater.service.app import create_app
-from updater.service.settings import Deadlines, Settings
+from updater.settings import Deadlines, Settings
 from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, settle
 
 #: Real time may pass while a test's clock stands still, so these are short.

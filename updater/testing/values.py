@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from updater.core.participant import DiskOffer, Offer
 from updater.core.replica_state import Work
 
 
@@ -62,3 +63,10 @@ class Source:
 
     content: str
     promised: str = ""
+
+
+def source_of(offer: Offer | None) -> str:
+    """What names the bytes of an offer in a simulation: the path, or where a stream would come from."""
+    if offer is None:
+        return ""
+    return offer.path if isinstance(offer, DiskOffer) else offer.address

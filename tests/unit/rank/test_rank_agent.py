@@ -36,6 +36,7 @@ from transports.base import Read, ReadReport
 from transports.digest import tensor_digest, to_hex
 from transports.testing import MemorySource, refused
 from updater.core.errors import Aborted, Failure
+from updater.core.participant import DiskOffer, Offer
 from updater.core.policy import CachePolicy, InstallMode
 
 MODES = [InstallMode.FLIP, InstallMode.EXCHANGE]
@@ -59,12 +60,12 @@ class Rank:
             self.engine.bound[name].copy_(tensor)
         self.agent = RankAgent(self.engine, open_source=self._open, **options)
 
-    def _open(self, path: str, roots: tuple[str, ...], manifest: str) -> MemorySource:
+    def _open(self, offer: Offer, roots: tuple[str, ...], manifest: str, number: int) -> MemorySource:
         self.opened.append(self.source(self.tensors, manifest_of(self.tensors, self.digests)))
         return self.opened[-1]
 
     def plan(self, serial: int, **fields: Any) -> Any:
-        return self.agent.plan(RankPlan(serial, "/x", ("/",), "", **fields))
+        return self.agent.plan(RankPlan(serial, DiskOffer("/x"), ("/",), "", **fields))
 
     def stage(self, serial: int = 1, **fields: Any) -> Any:
         """Up to the vote; answers the vote."""
@@ -108,7 +109,7 @@ _F32 = {"a": torch.float32, "b": torch.float32}
 
 def test_every_verb_is_handled_and_answers_its_type() -> None:
     rank = Rank()
-    plan = RankPlan(1, "/x", ("/",), "")
+    plan = RankPlan(1, DiskOffer("/x"), ("/",), "")
     replies: dict[str, Any] = {"plan": rank.agent.handle("plan", plan)}
     replies["stage"] = rank.agent.handle("stage", RankStage(1, 9.0))
     cuts = make_cuts(replies["plan"].tensors, [replies["plan"].boxes])
@@ -598,7 +599,7 @@ def test_a_cell_that_this_rank_holds_in_part_is_refused() -> None:
     source = {"w": torch.arange(16.0).view(4, 4)}
     held = BareReplica([engine], lambda _rank: MemorySource(source))
     agent = held.agents[0]
-    plan = agent.plan(RankPlan(1, "", (), ""))
+    plan = agent.plan(RankPlan(1, DiskOffer(""), (), ""))
     agent.stage(RankStage(1, 9.0))
     with refused("placement_refused", tensors=["w"]):
         agent.verify(RankVerify(1, make_cuts(plan.tensors, [()]), 9.0))

@@ -1,0 +1,55 @@
+"""Every kind of source by the offer that names it, and what a receiving process keeps between updates."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from transports.base import Source
+from transports.disk import DiskSource
+from transports.stream import StreamReceiver, StreamSource
+from updater import wire
+from updater.core.errors import refuse
+from updater.core.participant import DiskOffer, Offer, StreamOffer
+from updater.manifest import Manifest
+
+
+class Hub(Protocol):
+    """One transport in one receiving process: it makes a receiver per update and keeps what outlives them."""
+
+    def receiver(self, offer: StreamOffer, number: int) -> StreamReceiver:
+        """`number`: which receiver of the offer this process is. Meets nobody yet."""
+
+    def close(self) -> None: ...
+
+
+class Transports:
+    """Of one rank process."""
+
+    def __init__(self) -> None:
+        self._hubs: dict[str, Hub] = {}
+
+    def open(self, offer: Offer, roots: tuple[str, ...], manifest: str, number: int) -> Source:
+        """`roots`: for paths. `manifest`: JSON text, or empty to take what lies beside a path. `number`: which receiver
+        of a stream this is. Raises LiveweightsError.
+        """
+        if isinstance(offer, DiskOffer):
+            return DiskSource.open(offer.path, roots, manifest)
+        try:
+            promised = Manifest.from_json(manifest)
+        except wire.WireError as error:
+            raise refuse("manifest_invalid", f"{error.where}: {error.why}") from None
+        return StreamSource(offer.kind, promised, self._hub(offer.kind).receiver(offer, number))
+
+    def close(self) -> None:
+        for hub in self._hubs.values():
+            hub.close()
+        self._hubs.clear()
+
+    def _hub(self, kind: str) -> Hub:
+        if kind not in self._hubs:
+            self._hubs[kind] = _make_hub(kind)
+        return self._hubs[kind]
+
+
+def _make_hub(kind: str) -> Hub:
+    raise refuse("transport_unsupported", f"transport {kind!r} is not there yet")

@@ -1,0 +1,179 @@
+"""The seams of a pushed stream: what a sender and a receiver of any such transport do, and a receiver as a source.
+
+A stream comes once, from one sender to every rank of every participant. Sender and receiver are one-to-many sockets,
+groups or shared buffers; cutting, packing and scattering are done here, for all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+from transports.base import Cancelled, Read, ReadReport
+from transports.buckets import Bucket, Chunk, StreamPlan
+from transports.dtypes import byte_shape, carrier
+from transports.scatter import Scatter
+from updater.core.errors import Aborted, Failure, Rejected
+from updater.core.participant import StreamOffer
+from updater.manifest import Manifest, TensorSpec
+
+
+class StreamSender(Protocol):
+    """One per trainer, for many updates. Used from one thread; `abort` from any.
+
+    Every wait ends at its deadline. Raises Aborted with codes `peer_lost` (a receiver is gone or says that it gave
+    up, named), `peer_timeout`, `stream_mismatch` (the plan is not what the receivers expect). After any of them, and
+    after `finish(normal=False)`, `session` is another one.
+    """
+
+    kind: str
+
+    @property
+    def address(self) -> str:
+        """For the request: where receivers find this sender."""
+
+    @property
+    def session(self) -> str:
+        """For the request."""
+
+    def open(self, offer: StreamOffer, plan: StreamPlan, deadline_s: float) -> None:
+        """Meet every receiver of the offer and agree on the plan. Keeps what may be kept of the update before."""
+
+    def buffer(self, bucket: Bucket, deadline_s: float) -> torch.Tensor:
+        """uint8 memory of `bucket.nbytes` bytes to be filled, free of what was sent before. Buckets in order."""
+
+    def send(self, bucket: Bucket, deadline_s: float) -> None:
+        """The buffer of this bucket is full. May return before it has arrived."""
+
+    def finish(self, deadline_s: float, *, normal: bool) -> None:
+        """`normal`: until everything has arrived everywhere. Otherwise tells every receiver, and never waits long."""
+
+    def abort(self, reason: str) -> None:
+        """From any thread: whatever is under way ends soon, with `client_abort`."""
+
+    def close(self) -> None:
+        """No update follows. Leaves nothing behind."""
+
+
+class StreamReceiver(Protocol):
+    """One per update and rank, made by a transport's hub (`registry.Transports`), which keeps what outlives it."""
+
+    def receive(
+        self,
+        expected: Callable[[StreamPlan], None],
+        take: Callable[[Chunk, torch.Tensor], None],
+        progress: Callable[[int], None],
+        should_stop: Callable[[], bool],
+    ) -> int:
+        """Meet the sender, have its plan judged by `expected`, take every chunk in order; bytes received.
+
+        `take` is given uint8 tensors that are overwritten after it returned; a receiver of device memory synchronises
+        before it lets the sender go on. Ends soon after `should_stop` with Cancelled. Raises Aborted `peer_lost`,
+        `peer_timeout`, `stream_mismatch`.
+        """
+
+    def close(self, *, normal: bool) -> None:
+        """After an end that was not normal nothing of this stream is used again."""
+
+
+class StreamSource:
+    """A `transports.base.Source` over a stream: `read` takes all reads at once, once."""
+
+    def __init__(self, kind: str, manifest: Manifest, receiver: StreamReceiver) -> None:
+        self.kind = kind
+        self._manifest = manifest
+        self._specs = MappingProxyType(manifest.specs())
+        self._receiver = receiver
+        self._watch: tuple[str, ...] = ()
+        self._scatter: Scatter | None = None
+        self._complete = False
+        self._closed = False
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self._specs
+
+    @property
+    def manifest(self) -> Manifest | None:
+        return self._manifest
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return ()
+
+    def watch(self, names: Iterable[str]) -> None:
+        """Before `read`: digest these as they pass, since they will not come again."""
+        self._watch = tuple(names)
+
+    def arrived(self, name: str) -> int:
+        """Digest of a watched tensor. Raises Aborted `tensor_missing`."""
+        digest = self._scatter.digest_of(name) if self._scatter is not None else None
+        if digest is None:
+            raise Aborted(Failure("tensor_missing", "did not arrive whole", tensor=name))
+        return digest
+
+    def read(
+        self,
+        reads: Sequence[Read],
+        *,
+        progress: Callable[[int], None] = lambda _bytes: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> ReadReport:
+        """Receive the stream and put every chunk where it is wanted. Raises Aborted, Cancelled."""
+        if self._closed or self._scatter is not None:
+            raise Aborted(Failure("read_failed", "a stream comes once"))
+        began = time.perf_counter()
+        self._scatter = scatter = Scatter(self._specs, reads, self._watch)
+        if should_stop():
+            raise Cancelled
+        received = self._receiver.receive(self._expected, scatter.take, progress, should_stop)
+        scatter.check_complete()
+        self._complete = True
+        return ReadReport(received, scatter.delivered, time.perf_counter() - began)
+
+    def recheck(self) -> None:
+        """Nothing lies anywhere that could change."""
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._receiver.close(normal=self._complete)
+
+    def _expected(self, plan: StreamPlan) -> None:
+        """Raises Rejected `stream_mismatch` with every difference between the sender's plan and the manifest."""
+        sent = {spec.name: spec for spec in plan.tensors}
+        faults = [
+            Failure("stream_mismatch", _difference(sent.get(name), self._specs.get(name)), tensor=name)
+            for name in sorted(sent.keys() | self._specs.keys())
+            if sent.get(name) != self._specs.get(name)
+        ]
+        if faults:
+            raise Rejected(*faults[:100])
+
+
+def _difference(sent: TensorSpec | None, promised: TensorSpec | None) -> str:
+    if sent is None:
+        return "promised by the manifest, and not in the sender's plan"
+    if promised is None:
+        return "in the sender's plan, and not in the manifest"
+    return f"sent as {sent.dtype} {list(sent.shape)}, promised as {promised.dtype} {list(promised.shape)}"
+
+
+def pack(
+    bucket: Bucket, buffer: torch.Tensor, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]
+) -> None:
+    """Fill a sender's buffer: each chunk's region of its tensor, row-major. `tensors`: at least those of the bucket.
+
+    A tensor may be non-contiguous and on any device; it is copied region by region, never whole.
+    """
+    for chunk in bucket.chunks:
+        spec, tensor = specs[chunk.name], tensors[chunk.name].detach()
+        shape = byte_shape(spec.shape, spec.dtype)
+        view = tensor if tuple(tensor.shape) == shape else tensor.view(torch.uint8).view(shape)
+        bits = carrier(view.element_size())  # bytes travel unchanged, also of types that torch cannot copy
+        piece = buffer[chunk.offset : chunk.offset + chunk.nbytes]
+        piece.view(bits).view(chunk.box.size).copy_(view[chunk.box.slices()].view(bits))
