@@ -1,0 +1,45 @@
+"""The seam of a trainer's weights: what every kind of trainer can say of them, and how they are walked.
+
+Every rank of the trainer holds a source and does the same with it in the same order: `digests` and `tensors` may use
+collectives of the trainer's own groups. One rank, the sender, gets whole tensors; the others only take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+
+from updater.manifest import TensorSpec
+
+
+class WeightSource(Protocol):
+    """Re-iterable. Nothing is copied or gathered before it is asked for, and at most one tensor at a time is whole."""
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this rank gets the tensors. True on exactly one rank; always without a process group."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """In the order of `tensors`, under the names and with the dtypes of the checkpoint. Equal on every rank."""
+
+    @property
+    def ties(self) -> tuple[tuple[str, str], ...]:
+        """(alias, canonical name), sorted: names of one storage."""
+
+    def digests(self) -> Mapping[str, str]:
+        """Collective. Digests (16 hex digits) that can be had without gathering a tensor: local shards, added up.
+
+        May lack names, of tensors that are computed on the way; equal on every rank.
+        """
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Collective: whole tensors on the sender, None elsewhere. A tensor is valid until the next one is asked for.
+
+        Once begun it has to be walked to its end on every rank, whatever happens to the update.
+        """
+
+    def check_untouched(self) -> None:
+        """Raise Rejected `source_changed` if an optimiser wrote to what is published since the source was made."""
