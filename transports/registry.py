@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from importlib import import_module
+from typing import Any, Protocol
 
 from transports.base import Source
 from transports.disk import DiskSource
-from transports.stream import StreamReceiver, StreamSource
+from transports.stream import StreamReceiver, StreamSender, StreamSource
 from updater import wire
 from updater.core.errors import refuse
 from updater.core.participant import DiskOffer, Offer, StreamOffer
@@ -51,5 +52,29 @@ class Transports:
         return self._hubs[kind]
 
 
+#: kind -> (module, hub class, sender class); a module is loaded when its kind is first used.
+_STREAMS = {
+    "broadcast": ("transports.broadcast", "BroadcastHub", "BroadcastSender"),
+    "shared_memory": ("transports.shared_memory", "SharedMemoryHub", "SharedMemorySender"),
+    "cuda_ipc": ("transports.cuda_ipc", "CudaIpcHub", "CudaIpcSender"),
+}
+
+
+def make_sender(kind: str, **options: Any) -> StreamSender:
+    """The sender of a pushed transport. `options`: as its class takes them. Raises Rejected `transport_unsupported`."""
+    sender: StreamSender = _class(kind, 2)(**options)
+    return sender
+
+
 def _make_hub(kind: str) -> Hub:
-    raise refuse("transport_unsupported", f"transport {kind!r} is not there yet")
+    hub: Hub = _class(kind, 1)()
+    return hub
+
+
+def _class(kind: str, which: int) -> Any:
+    if kind not in _STREAMS:
+        raise refuse("transport_unsupported", f"transport {kind!r} is none of disk, {', '.join(_STREAMS)}")
+    try:
+        return getattr(import_module(_STREAMS[kind][0]), _STREAMS[kind][which])
+    except ImportError as error:
+        raise refuse("transport_unsupported", f"transport {kind!r} cannot be used here: {error}") from None

@@ -102,7 +102,7 @@ class Capabilities:
 
     cells: tuple[tuple[InFlight, CachePolicy], ...]
     install: tuple[InstallMode, ...] = (InstallMode.FLIP, InstallMode.EXCHANGE)
-    transports: tuple[str, ...] = ("disk",)
+    transports: tuple[str, ...] = ("disk", "broadcast", "shared_memory", "cuda_ipc")
     notes: tuple[str, ...] = field(default=())  # why a cell is refused, for people
 
     def refuses(self, policy: Policy, transport: str) -> str | None:
