@@ -59,7 +59,7 @@ def test_an_engine_refuses_what_it_does_not_support() -> None:
     assert engine.refuses(Policy(install=InstallMode.FLIP), "disk") is None
     assert engine.refuses(Policy(in_flight=InFlight.ABORT), "disk")
     assert engine.refuses(Policy(install=InstallMode.EXCHANGE), "disk")
-    assert engine.refuses(Policy(), "broadcast")
+    assert engine.refuses(Policy(), "pigeon")
 
 
 def test_a_failure_needs_a_known_code() -> None:
