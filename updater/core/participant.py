@@ -18,7 +18,7 @@ Rules for every verb:
 | join | after describe, fleet idle | once per incarnation | another fleet, another live digest |
 | plan | PLANNING | once per update | yes: names, shapes, dtypes, coverage, space, modes |
 | stage | STAGING | once per update | yes: read errors, changed source, non-finite values |
-| seal | end of a pushed stream | once | yes: stream incomplete (no-op for disk) |
+| seal | not sent: what a seal promises comes with `verify` | any | no |
 | verify | VERIFYING | once per update | yes: coverage, digests: this is the vote |
 | pause | PAUSING | once per attempt | yes: not staged, asleep, ranks at different steps, time |
 | renew | while paused | any | yes: lease already over |
