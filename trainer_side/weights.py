@@ -7,11 +7,14 @@ collectives of the trainer's own groups. One rank, the sender, gets whole tensor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from updater.manifest import TensorSpec
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class WeightSource(Protocol):
@@ -20,6 +23,10 @@ class WeightSource(Protocol):
     @property
     def is_sender(self) -> bool:
         """Whether this rank gets the tensors. True on exactly one rank; always without a process group."""
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that push together, all of which call `push`; None: this process pushes alone."""
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
