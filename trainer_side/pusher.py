@@ -12,7 +12,8 @@ import torch
 from trainer_side import flows, retention
 from trainer_side.client import UPDATE_S, AsyncClient, Client
 from trainer_side.flows import Flow
-from trainer_side.source import SHARD_BYTES, take, write_folder
+from trainer_side.folder import SHARD_BYTES, write_folder
+from trainer_side.source import take
 from updater.core.errors import refuse
 from updater.core.policy import Policy
 from updater.core.version import Version

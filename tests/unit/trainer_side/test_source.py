@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from trainer_side.source import INDEX_NAME, take, write_folder
+from trainer_side.folder import INDEX_NAME, write_folder
+from trainer_side.source import take
 from transports.digest import tensor_digest, to_hex
 from updater.core.errors import Rejected
 from updater.manifest import FILE_NAME, Manifest
@@ -105,7 +106,7 @@ def test_config_and_tokenizer_travel_along(tmp_path: Path) -> None:
 
 def test_names_lose_their_wrappers(tmp_path: Path) -> None:
     wrapped = {f"module._orig_mod.{name}": tensor for name, tensor in state().items()}
-    assert set(take(wrapped).tensors) == set(state())
+    assert set(take(wrapped).named) == set(state())
 
 
 def test_one_memory_under_two_names_is_a_tie() -> None:
@@ -116,7 +117,7 @@ def test_one_memory_under_two_names_is_a_tie() -> None:
 
 def test_halves_of_one_memory_are_no_fault() -> None:
     fused = torch.zeros(4, 3)
-    assert set(take({"q": fused[:2], "k": fused[2:]}).tensors) == {"q", "k"}
+    assert set(take({"q": fused[:2], "k": fused[2:]}).named) == {"q", "k"}
 
 
 def test_names_that_share_part_of_their_memory_are_refused() -> None:
