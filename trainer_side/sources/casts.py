@@ -1,0 +1,76 @@
+"""The dtype that a tensor travels in: its own, or what the caller's patterns say. The sender casts, not the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from transports.dtypes import DTYPE_NAMES, TORCH_DTYPES
+from updater.core.errors import Failure, Rejected
+
+#: Types between which a cast is only a rounding. Eight-bit types need scales, integers are no weights to round.
+ROUNDED = ("F64", "F32", "BF16", "F16")
+
+Dtypes = Mapping[str, str | torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Casts:
+    """(glob pattern over clean names, safetensors dtype) in order: the last pattern that matches decides."""
+
+    rules: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, dtypes: Dtypes | None) -> Casts:
+        """Raises Rejected `tensor_dtype` for a target that no weight is merely rounded to."""
+        rules = tuple((pattern, _name(target)) for pattern, target in (dtypes or {}).items())
+        faults = [
+            Failure("tensor_dtype", f"{pattern!r} asks for {target}: only {', '.join(ROUNDED)} are casts")
+            for pattern, target in rules
+            if target not in ROUNDED
+        ]
+        if faults:
+            raise Rejected(*faults)
+        return cls(rules)
+
+    def wire(self, name: str, dtype: str) -> str:
+        """safetensors dtype that tensor `name`, held as `dtype`, travels in."""
+        if dtype not in ROUNDED:
+            return dtype
+        for pattern, target in reversed(self.rules):
+            if fnmatchcase(name, pattern):
+                return target
+        return dtype
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises Rejected `bad_request` for a pattern that meets no tensor: a misspelt router would be rounded."""
+        known = tuple(names)
+        faults = [
+            Failure("bad_request", f"dtypes: no tensor is named like {pattern!r}")
+            for pattern, _target in self.rules
+            if not any(fnmatchcase(name, pattern) for name in known)
+        ]
+        if faults:
+            raise Rejected(*faults)
+
+
+def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """`tensor` itself where it is of that safetensors dtype already, else a rounded copy.
+
+    The same bits for the same element wherever it lies in a tensor: vector and scalar code of one machine make
+    different NaNs, so a NaN becomes the plain one, and digests of shards add up to that of the whole.
+    """
+    target = TORCH_DTYPES[dtype]
+    if tensor.dtype == target:
+        return tensor
+    rounded = tensor.to(target)
+    if not bool(torch.isfinite(rounded.sum(dtype=torch.float32))):
+        rounded.masked_fill_(rounded.isnan(), float("nan"))
+    return rounded
+
+
+def _name(target: str | torch.dtype) -> str:
+    return DTYPE_NAMES.get(target, str(target)) if isinstance(target, torch.dtype) else target

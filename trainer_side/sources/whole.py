@@ -1,0 +1,81 @@
+"""A tensor that lies whole on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer_side.sources.casts import cast
+from transports.digest import tensor_digest
+from transports.dtypes import DTYPE_NAMES, is_packed
+from updater.core.errors import Failure
+from updater.manifest import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class WholePart:
+    """`tensor`: detached, any device and strides. Where several ranks hold it they hold the same; one counts it."""
+
+    spec: TensorSpec
+    tensor: torch.Tensor
+
+    @property
+    def watched(self) -> Sequence[torch.Tensor]:
+        return (self.tensor,)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    def share(self, sender: bool) -> int | None:
+        return tensor_digest(cast(self.tensor, self.spec.dtype), self.spec.dtype) if sender else 0
+
+    def whole(self, sender: bool) -> torch.Tensor | None:
+        return cast(self.tensor, self.spec.dtype) if sender else None
+
+
+def faults(name: str, tensor: object) -> Iterator[Failure]:
+    """What is wrong with one entry of a state dict; a sharded tensor is judged by its whole shape."""
+    if not isinstance(tensor, torch.Tensor):
+        yield Failure("bad_request", f"a {type(tensor).__name__}, not a tensor", tensor=name)
+    elif tensor.is_meta or tensor.layout is not torch.strided:
+        yield Failure("bad_request", f"{tensor.device.type} device, {tensor.layout}: holds no plain bytes", tensor=name)
+    elif tensor.numel() == 0:
+        # What a sharded optimiser leaves on ranks that do not own the parameter (B104).
+        text = f"shape {list(tensor.shape)} holds nothing: an un-gathered parameter?"
+        yield Failure("tensor_shape", text, tensor=name)
+    elif tensor.dtype not in DTYPE_NAMES or is_packed(DTYPE_NAMES[tensor.dtype]):
+        yield Failure("tensor_dtype", f"{tensor.dtype} has no safetensors type", tensor=name)
+
+
+def tie_key(tensor: torch.Tensor) -> object:
+    """Equal for two names of one storage."""
+    return (_place(tensor), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def find_ties(keys: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+    """(alias, canonical), sorted. The first name of a storage is canonical: the embedding comes before its head."""
+    first: dict[object, str] = {}
+    return tuple(sorted((name, first[key]) for name, key in keys.items() if first.setdefault(key, name) != name))
+
+
+def overlaps(tensors: Mapping[str, torch.Tensor]) -> list[Failure]:
+    """Contiguous views that share some of their bytes and not all: two names that fight over one memory."""
+    views = sorted((_place(tensor), name) for name, tensor in tensors.items() if tensor.is_contiguous())
+    found = []
+    reach: tuple[tuple[str, int, int], str] | None = None  # the view that ends last so far, on this device
+    for place, name in views:
+        if reach is None or place[0] != reach[0][0] or place[1] >= reach[0][2]:
+            reach = (place, name)
+        elif place != reach[0]:
+            found.append(Failure("tensor_duplicate", f"shares part of its memory with {reach[1]}", tensor=name))
+            reach = max(reach, (place, name), key=lambda item: item[0][2])
+    return found
+
+
+def _place(tensor: torch.Tensor) -> tuple[str, int, int]:
+    """Device and byte range of a contiguous view."""
+    start = tensor.data_ptr()
+    return (str(tensor.device), start, start + tensor.numel() * tensor.element_size())
