@@ -1,4 +1,8 @@
-"""The conformance suite of a transport: subclass it in a test module, supply three methods, and be green."""
+"""The conformance suite of a transport: subclass it in a test module, supply three methods, and be green.
+
+`TransportContract` is what every transport must do, and reads each source once. `StoredContract` adds what a source
+that lies somewhere must do when it is read again. Streams have `transports.stream_contract.StreamContract`.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,9 @@ class TransportContract:
 
     Test functions need pytest's `tmp_path` and nothing else.
     """
+
+    #: Kinds of damage after which the bytes may arrive, and then have another digest. The others must be refused.
+    differs: tuple[str, ...] = ("flip",)
 
     def send(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         raise NotImplementedError
@@ -86,12 +93,6 @@ class TransportContract:
         assert tensor_digest(fused) == tensor_digest(torch.cat(list(parts.values())))
         source.close()
 
-    def test_reading_again_changes_nothing(self, tmp_path: Path) -> None:
-        tensors = samples()
-        source = self._opened(tmp_path, tensors)
-        assert digests(fetch(source)) == digests(fetch(source)) == digests(tensors)
-        source.close()
-
     def test_bytes_are_counted(self, tmp_path: Path) -> None:
         tensors = samples()
         source = self._opened(tmp_path, tensors)
@@ -103,30 +104,42 @@ class TransportContract:
         assert sum(seen) == report.bytes_asked >= total
         source.close()
 
-    def test_a_stopped_read_leaves_the_source_usable(self, tmp_path: Path) -> None:
-        tensors = {f"t{at}": noise("F32", (64,), at) for at in range(4)}
-        source = self._opened(tmp_path, tensors)
-        reads = [Read(name, Box.whole(t.shape), t) for name, t in blank(source).items()]
-        stopped = False
-        try:
-            source.read(reads, should_stop=lambda: True)
-        except Cancelled:
-            stopped = True
-        assert stopped
-        assert digests(fetch(source)) == digests(tensors)
-        source.close()
-
     def test_what_cannot_be_read_is_refused_before_a_byte_is_written(self, tmp_path: Path) -> None:
-        source = self._opened(tmp_path, {"t": noise("F32", (4, 4), 1)})
         target = torch.full((4, 4), 7.0)
         good = Read("t", Box.whole((4, 4)), target)
-        for bad, code in (
-            (Read("absent", Box.whole((4, 4)), target), "tensor_missing"),
-            (Read("t", Box((1, 0), (4, 4)), target), "tensor_shape"),
-            (Read("t", Box((0, 0), (2, 4)), target), "tensor_shape"),
+        for at, (bad, code) in enumerate(
+            (
+                (Read("absent", Box.whole((4, 4)), target), "tensor_missing"),
+                (Read("t", Box((1, 0), (4, 4)), target), "tensor_shape"),
+                (Read("t", Box((0, 0), (2, 4)), target), "tensor_shape"),
+            )
         ):
+            folder = tmp_path / str(at)
+            folder.mkdir()
+            source = self._opened(folder, {"t": noise("F32", (4, 4), 1)})
             assert self._code(source, [good, bad]) == code
+            source.close()
         assert bool((target == 7.0).all())
+
+    def test_a_stopped_read_ends(self, tmp_path: Path) -> None:
+        source = self._opened(tmp_path, {"t": noise("F32", (64,), 1)})
+        reads = [Read(name, Box.whole(t.shape), t) for name, t in blank(source).items()]
+        assert self._stopped(source, reads)
+        source.close()
+
+    def test_views_and_aliases(self, tmp_path: Path) -> None:
+        """B100: what is sent are the elements a tensor shows, not the memory behind it."""
+        base = noise("BF16", (12, 20), 5)
+        tensors = {
+            "columns": base[:, 3:9],
+            "transposed": base.t(),
+            "every.other": base[::2, 1::3],
+            "repeated": base[:1].expand(4, 20),
+            "tied.a": base,
+            "tied.b": base,
+        }
+        source = self._opened(tmp_path, tensors)
+        assert digests(fetch(source)) == digests(tensors)
         source.close()
 
     def test_a_closed_source_is_not_read(self, tmp_path: Path) -> None:
@@ -142,7 +155,7 @@ class TransportContract:
             folder.mkdir()
             tensors = {name: noise("BF16", (16, 16), at) for at, name in enumerate(("a", "b", "c"))}
             self.send(folder, tensors)
-            assert self._outcome(folder, kind, tensors) == ("differs" if kind == "flip" else "refused"), kind
+            assert self._outcome(folder, kind, tensors) == ("differs" if kind in self.differs else "refused"), kind
 
     def _outcome(self, folder: Path, kind: str, tensors: dict[str, torch.Tensor]) -> str:
         if kind != "stale":
@@ -168,12 +181,37 @@ class TransportContract:
         return self.connect(folder)
 
     @staticmethod
+    def _stopped(source: Source, reads: list[Read]) -> bool:
+        try:
+            source.read(reads, should_stop=lambda: True)
+        except Cancelled:
+            return True
+        return False
+
+    @staticmethod
     def _code(source: Source, reads: list[Read]) -> str:
         try:
             source.read(reads)
         except LiveweightsError as error:
             return error.code
         return ""
+
+
+class StoredContract(TransportContract):
+    """For sources that lie somewhere, and can be read as often as one likes."""
+
+    def test_reading_again_changes_nothing(self, tmp_path: Path) -> None:
+        tensors = samples()
+        source = self._opened(tmp_path, tensors)
+        assert digests(fetch(source)) == digests(fetch(source)) == digests(tensors)
+        source.close()
+
+    def test_a_stopped_read_leaves_the_source_usable(self, tmp_path: Path) -> None:
+        tensors = {f"t{at}": noise("F32", (64,), at) for at in range(4)}
+        source = self._opened(tmp_path, tensors)
+        assert self._stopped(source, [Read(name, Box.whole(t.shape), t) for name, t in blank(source).items()])
+        assert digests(fetch(source)) == digests(tensors)
+        source.close()
 
 
 def noise(dtype: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from transports.base import Cancelled, Read, ReadReport
-from transports.contract import TransportContract
+from transports.contract import StoredContract, TransportContract
 from transports.dtypes import DTYPE_NAMES
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.manifest import Manifest, TensorSpec
@@ -26,6 +26,7 @@ __all__ = [
     "LyingSource",
     "MemorySource",
     "PoisonSource",
+    "StoredContract",
     "TransportContract",
     "refused",
     "shard_name",

@@ -9,10 +9,10 @@ import torch
 from transports.disk import DiskSource
 from transports.reader import ReaderOptions
 from transports.requests import Limits
-from transports.testing import TransportContract, shard_name, write_checkpoint, write_index, write_sharded
+from transports.testing import StoredContract, shard_name, write_checkpoint, write_index, write_sharded
 
 
-class TestDisk(TransportContract):
+class TestDisk(StoredContract):
     def send(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         names = list(tensors)
         middle = (len(names) + 1) // 2
