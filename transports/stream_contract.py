@@ -1,0 +1,436 @@
+"""The conformance suite of a pushed stream: subclass it in a test module, supply a sender and a hub, and be green."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from transports.base import Box, Cancelled, Read, ReadReport, Source
+from transports.buckets import Chunk, StreamPlan
+from transports.contract import TransportContract, digests, noise, samples
+from transports.registry import Hub
+from transports.stream import StreamSender, StreamSource
+from transports.stream_testing import (
+    SENDER_FAULTS,
+    FaultySender,
+    Receiving,
+    Transfer,
+    manifest_of,
+    offer_of,
+    seats_for,
+    send_all,
+    specs_of,
+)
+from updater.core.errors import Aborted, LiveweightsError
+from updater.manifest import Manifest, TensorSpec
+
+#: Long enough for a busy machine, short enough to wait for.
+SHORT_S = 0.7
+
+
+class StreamContract(TransportContract):
+    """`sender` and `hub` make the two ends. What they make is closed by the suite."""
+
+    differs = ("flip", "stale")
+
+    def sender(self) -> StreamSender:
+        raise NotImplementedError
+
+    def hub(self, stall_s: float) -> Hub:
+        """Its receivers give up when nothing came from a sender for `stall_s`."""
+        raise NotImplementedError
+
+    # -- the suite of every transport, over a sender in a thread and a second receiver in another
+
+    def send(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors, self._fault = tensors, ("", "")
+
+    def connect(self, folder: Path) -> Source:
+        return _Streamed(self.sender(), (self.hub(30.0), self.hub(30.0)), self._tensors, lambda: self._fault)
+
+    def damage(self, folder: Path, kind: str, name: str) -> None:
+        self._fault = (kind, name)
+
+    # -- what only a stream can do, and what only it can suffer
+
+    def test_every_rank_of_every_replica_gets_everything(self) -> None:
+        tensors = samples() | {"large": noise("BF16", (40, 300), 3)}
+        with self._ends(3) as (sender, hubs):
+            done = Transfer(sender, hubs, tensors, seats=seats_for(1, 2)).run()
+            self._good(done)
+            plan = done.plan
+            assert plan is not None
+            assert len(plan.buckets) > 5
+            for receiver in done.receivers:
+                assert receiver.progress == [bucket.nbytes for bucket in plan.buckets]
+
+    def test_updates_follow_one_another(self) -> None:
+        """B099: a slow reader finds in each update what was sent in it, whatever the sender does with its memory."""
+        with self._ends(2) as (sender, hubs):
+            sessions = set()
+            for at in range(4):
+                update = Transfer(sender, hubs, _model(at))
+                update.receivers[1].take = _Slow(every=3)
+                sessions.add(sender.session)
+                self._good(update.run())
+            assert sessions == {sender.session}
+
+    def test_other_members_in_the_next_update(self) -> None:
+        with self._ends(3) as (sender, hubs):
+            for at, some in enumerate((hubs[:2], hubs, hubs[1:], hubs[:1])):
+                self._good(
+                    Transfer(sender, some, _model(at), seats=seats_for(*[1] * len(some), life=f"life{at}")).run()
+                )
+
+    def test_nothing_to_send(self) -> None:
+        with self._ends(2) as (sender, hubs):
+            self._good(Transfer(sender, hubs, {}).run())
+            self._good(Transfer(sender, hubs, {"empty": torch.empty(0, 3), "none": torch.empty(4, 0)}).run())
+
+    def test_packed_and_unknown_types_travel_as_bytes(self) -> None:
+        """Types with several elements in a byte, also of a width that torch has no type for."""
+        specs = (TensorSpec("f4", "F4", (6, 32)), TensorSpec("f6", "F6_E2M3", (5, 4)), TensorSpec("odd", "F4", (3, 3)))
+        data = {spec.name: noise("U8", (spec.nbytes,), at) for at, spec in enumerate(specs)}
+        with self._ends(1) as (sender, hubs):
+            update = Transfer(sender, hubs, data, plan=StreamPlan(specs, 1024))
+            targets = {spec.name: torch.zeros(spec.nbytes, dtype=torch.uint8) for spec in specs}
+            shapes = {"f4": (6, 16), "f6": (5, 3), "odd": (5,)}
+            update.receivers[0].manifest = manifest_of(specs)
+            update.receivers[0].reads = [
+                Read(spec.name, Box.whole(spec.shape), targets[spec.name].view(shapes[spec.name])) for spec in specs
+            ]
+            update.run()
+            assert (update.sender_error, update.receivers[0].error) == (None, None)
+            assert digests(targets) == digests(data)
+
+    def test_a_sender_that_does_wrong(self) -> None:
+        """Every fault is refused by all, or shows in the digest; the next update of the same ends is good."""
+        hubs = [self.hub(30.0), self.hub(30.0)]
+        try:
+            for fault in SENDER_FAULTS:
+                self._one_fault(fault, hubs)
+        finally:
+            _close(hubs)
+
+    def _one_fault(self, fault: str, hubs: Sequence[Hub]) -> None:
+        sender = self.sender()
+        patient = hubs if fault != "slow" else [self.hub(SHORT_S), self.hub(SHORT_S)]
+        try:
+            faulty = FaultySender(sender, fault, "t2")
+            before = sender.session
+            update = Transfer(faulty, patient, _model(1), bucket_bytes=1024)
+            update.start()
+            if fault == "slow":
+                update.join_receivers()
+                faulty.release.set()
+            update.join()
+            if fault in self.differs:
+                assert update.sender_error is None, fault
+                assert [_wrong(r, update.tensors) for r in update.receivers] == [["t2"], ["t2"]], fault
+            else:
+                wanted = {"dead": {"peer_lost"}, "slow": {"peer_timeout", "peer_lost"}}.get(
+                    fault, {"stream_mismatch", "peer_lost"}
+                )
+                codes = {_code(receiver.error) for receiver in update.receivers}
+                assert codes <= wanted, (fault, codes)
+                assert codes & (wanted - {"peer_lost"} or wanted), (fault, codes)
+                assert isinstance(update.sender_error, Aborted) or fault == "dead", fault
+                assert sender.session != before or fault == "dead", fault
+            if fault != "dead":
+                self._good(Transfer(sender, patient, _model(2)).run())
+        finally:
+            sender.close()
+            if patient is not hubs:
+                _close(patient)
+
+    def test_a_receiver_that_fails_is_named(self) -> None:
+        """B090: its reason reaches the sender and the other receivers, at once; the next update is good."""
+        with self._ends(3) as (sender, hubs):
+            update = Transfer(sender, hubs, _model(1), bucket_bytes=1024, seats=seats_for(1, 2))
+            update.receivers[2].take = _raise_at("t3")
+            update.run()
+            assert isinstance(update.receivers[2].error, _Broken)
+            assert _places(update.sender_error) == [("peer_lost", "r1", 1)]
+            assert [_code(update.receivers[at].error) for at in (0, 1)] == ["peer_lost", "peer_lost"]
+            self._good(Transfer(sender, hubs, _model(2)).run())
+
+    def test_a_receiver_that_is_too_slow_is_named(self) -> None:
+        with self._ends(2) as (sender, hubs):
+            update = Transfer(sender, hubs, _model(1), bucket_bytes=1024, seats=seats_for(1, 1), deadline_s=SHORT_S)
+            slow = _Stuck("t3")
+            update.receivers[1].take = slow
+            update.start()
+            update.join_sender()
+            slow.release.set()
+            update.join()
+            assert _places(update.sender_error) == [("peer_timeout", "r1", 0)]
+            assert [_code(receiver.error) for receiver in update.receivers] == ["peer_lost", "peer_lost"]
+            self._good(Transfer(sender, hubs, _model(2)).run())
+
+    def test_a_receiver_that_never_comes_is_named(self) -> None:
+        """B086, B088: the sender says who; the others end with it, and the next update is good."""
+        with self._ends(3) as (sender, hubs):
+            update = Transfer(sender, hubs, _model(1), seats=seats_for(1, 2), deadline_s=SHORT_S).run(absent=(1,))
+            assert _places(update.sender_error) == [("peer_timeout", "r1", 0)]
+            assert [_code(update.receivers[at].error) for at in (0, 2)] == ["peer_lost", "peer_lost"]
+            self._good(Transfer(sender, hubs, _model(2)).run())
+
+    def test_a_sender_that_never_opens(self) -> None:
+        """B086: receivers wait for it as long as they were told, and no longer."""
+        sender, hub = self.sender(), self.hub(SHORT_S)
+        try:
+            alone = Receiving(hub, manifest_of(specs_of(_model(1))))
+            alone.start(offer_of(sender, seats_for(1)), 0).join(60)
+            assert _code(alone.error) == "peer_timeout"
+            self._good(Transfer(sender, [hub], _model(2)).run())
+        finally:
+            hub.close()
+            sender.close()
+
+    def test_a_sender_that_is_gone(self) -> None:
+        sender, hub = self.sender(), self.hub(30.0)
+        offer = offer_of(sender, seats_for(1))
+        sender.close()
+        alone = Receiving(hub, manifest_of(specs_of(_model(1))))
+        alone.start(offer, 0).join(60)
+        hub.close()
+        assert _code(alone.error) == "peer_lost"
+
+    def test_a_session_that_is_over_is_not_joined(self) -> None:
+        with self._ends(1) as (sender, hubs):
+            old = offer_of(sender, seats_for(1))
+            Transfer(sender, hubs, _model(1), deadline_s=SHORT_S).run(absent=(0,))
+            stale, good = Receiving(hubs[0], manifest_of(specs_of(_model(1)))), Transfer(sender, hubs, _model(2))
+            late = stale.start(old, 0)
+            if not late.is_alive():
+                assert stale.error is not None
+            fresh = self.hub(30.0)
+            good.receivers[0].hub = fresh
+            self._good(good.run())
+            late.join(60)
+            fresh.close()
+            assert _code(stale.error) == "peer_lost"
+
+    def test_a_plan_that_is_not_the_manifests_is_refused(self) -> None:
+        """B098: another order is the sender's right; another name, dtype or shape is found before a byte moves."""
+        tensors = _model(1)
+        specs = specs_of(tensors)
+        with self._ends(2) as (sender, hubs):
+            for wrong in (
+                specs[:-1],
+                (*specs, TensorSpec("more", "BF16", (4,))),
+                (TensorSpec("t0", "F16", specs[0].shape), *specs[1:]),
+                (TensorSpec("t0", "BF16", specs[0].shape[::-1]), *specs[1:]),
+            ):
+                update = Transfer(sender, hubs, tensors, plan=StreamPlan(wrong, 1024)).run()
+                assert _code(update.sender_error) == "stream_mismatch"
+                assert [_code(receiver.error) for receiver in update.receivers] == ["stream_mismatch"] * 2
+                assert [receiver.progress for receiver in update.receivers] == [[], []]
+            backwards = dict(reversed(tensors.items()))
+            self._good(Transfer(sender, hubs, backwards, bucket_bytes=1024).run())
+
+    def test_receivers_disagree_on_the_manifest(self) -> None:
+        """One receiver was promised something else: all end, and nobody has taken a byte."""
+        tensors = _model(1)
+        with self._ends(2) as (sender, hubs):
+            update = Transfer(sender, hubs, tensors)
+            update.receivers[1].manifest = manifest_of(specs_of(tensors)[:-1])
+            update.run()
+            assert _code(update.sender_error) == "stream_mismatch"
+            assert ("r0", 1) in {(replica, rank) for _code, replica, rank in _places(update.sender_error)}
+            assert [receiver.progress for receiver in update.receivers] == [[], []]
+
+    def test_a_stopped_receiver_ends_the_update(self) -> None:
+        with self._ends(2) as (sender, hubs):
+            update = Transfer(sender, hubs, _model(1), bucket_bytes=1024)
+            stopping = _Stopping("t3")
+            update.receivers[0].take, update.receivers[0].should_stop = stopping, stopping.stopped.is_set
+            update.run()
+            assert isinstance(update.receivers[0].error, Cancelled)
+            assert _code(update.receivers[1].error) == "peer_lost"
+            assert _places(update.sender_error) == [("peer_lost", "r0", 0)]
+            self._good(Transfer(sender, hubs, _model(2)).run())
+
+    def test_an_abort_from_another_thread(self) -> None:
+        with self._ends(2) as (sender, hubs):
+            update = Transfer(sender, hubs, _model(1), bucket_bytes=1024)
+            stuck = _Stuck("t3", lambda: sender.abort("enough"))
+            update.receivers[1].take = stuck
+            update.start()
+            update.join_sender()
+            stuck.release.set()
+            update.join()
+            assert _code(update.sender_error) == "client_abort"
+            assert [_code(receiver.error) for receiver in update.receivers] == ["peer_lost", "peer_lost"]
+            self._good(Transfer(sender, hubs, _model(2)).run())
+
+    def test_closing_twice(self) -> None:
+        sender, hub = self.sender(), self.hub(30.0)
+        for end in (sender, hub, sender, hub):
+            end.close()
+
+    def _good(self, update: Transfer) -> None:
+        assert update.sender_error is None, update.sender_error
+        wanted = digests(dict(update.tensors))
+        for receiver in update.receivers:
+            assert receiver.error is None, receiver.error
+            assert digests(receiver.arrived) == wanted
+
+    def _ends(self, count: int) -> _Ends:
+        return _Ends(self.sender(), [self.hub(30.0) for _ in range(count)])
+
+
+class _Ends:
+    def __init__(self, sender: StreamSender, hubs: list[Hub]) -> None:
+        self._sender, self._hubs = sender, hubs
+
+    def __enter__(self) -> tuple[StreamSender, list[Hub]]:
+        return self._sender, self._hubs
+
+    def __exit__(self, *_exc: object) -> None:
+        _close(self._hubs)
+        self._sender.close()
+
+
+class _Streamed:
+    """A `Source` whose `read` is one transfer: a sender in a thread, a second receiver that takes everything."""
+
+    def __init__(
+        self,
+        sender: StreamSender,
+        hubs: tuple[Hub, Hub],
+        tensors: Mapping[str, torch.Tensor],
+        fault: Callable[[], tuple[str, str]],
+    ) -> None:
+        self._sender, self._hubs, self._tensors, self._fault = sender, hubs, tensors, fault
+        self._plan = StreamPlan(specs_of(tensors), 1024)
+        self._manifest = manifest_of(self._plan.tensors)
+        self._offer = offer_of(sender, seats_for(1, 1))
+        self._source = StreamSource(sender.kind, self._manifest, hubs[0].receiver(self._offer, 0))
+        self.kind = sender.kind
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return self._source.specs
+
+    @property
+    def manifest(self) -> Manifest | None:
+        return self._source.manifest
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return self._source.warnings
+
+    def read(
+        self,
+        reads: Sequence[Read],
+        *,
+        progress: Callable[[int], None] = lambda _bytes: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> ReadReport:
+        fault, name = self._fault()
+        sender = FaultySender(self._sender, fault, name) if fault else self._sender
+        thread = threading.Thread(target=self._send, args=(sender,))
+        other = Receiving(self._hubs[1], self._manifest)
+        threads = [thread, other.start(self._offer, 1)]
+        thread.start()
+        try:
+            report = self._source.read(reads, progress=progress, should_stop=should_stop)
+        except BaseException:
+            self._source.close()
+            self._sender.abort("the reader is gone")
+            raise
+        finally:
+            for each in threads:
+                each.join(60)
+                assert not each.is_alive()
+        assert other.error is None
+        assert fault or digests(other.arrived) == digests(dict(self._tensors))
+        return report
+
+    def recheck(self) -> None:
+        self._source.recheck()
+
+    def close(self) -> None:
+        self._source.close()
+        _close(self._hubs)
+        self._sender.close()
+
+    def _send(self, sender: StreamSender) -> None:
+        with suppress(LiveweightsError):  # a reader that was refused something has said so itself
+            send_all(sender, self._offer, self._plan, self._tensors, 30.0)
+
+
+class _Broken(RuntimeError):
+    pass
+
+
+def _raise_at(name: str) -> Callable[[Chunk, torch.Tensor], None]:
+    def take(chunk: Chunk, _data: torch.Tensor) -> None:
+        if chunk.name == name:
+            raise _Broken(name)
+
+    return take
+
+
+class _Stuck:
+    """Stands still at tensor `name` until released."""
+
+    def __init__(self, name: str, then: Callable[[], None] = lambda: None) -> None:
+        self.name, self.then, self.release = name, then, threading.Event()
+
+    def __call__(self, chunk: Chunk, _data: torch.Tensor) -> None:
+        if chunk.name == self.name:
+            self.then()
+            self.release.wait(60)
+
+
+class _Stopping:
+    """Asks for an end at tensor `name`."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.stopped = name, threading.Event()
+
+    def __call__(self, chunk: Chunk, _data: torch.Tensor) -> None:
+        if chunk.name == self.name:
+            self.stopped.set()
+
+
+class _Slow:
+    """Takes its time over every few chunks, by work and not by sleeping."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self.count = every, 0
+
+    def __call__(self, _chunk: Chunk, _data: torch.Tensor) -> None:
+        self.count += 1
+        if self.count % self.every == 0:
+            torch.ones(300, 300) @ torch.ones(300, 300)
+
+
+def _model(seed: int) -> dict[str, torch.Tensor]:
+    """Some forty buckets of a kilobyte."""
+    return {f"t{at}": noise("BF16", (24 + at, 100), 100 * seed + at) for at in range(7)}
+
+
+def _wrong(receiver: Receiving, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    arrived = digests(receiver.arrived)
+    return [name for name, digest in digests(dict(tensors)).items() if arrived.get(name) != digest]
+
+
+def _code(error: BaseException | None) -> str:
+    return error.code if isinstance(error, LiveweightsError) else repr(error)
+
+
+def _places(error: BaseException | None) -> list[tuple[str, str, int | None]]:
+    assert isinstance(error, LiveweightsError), error
+    return [(failure.code, failure.replica, failure.rank) for failure in error.failures]
+
+
+def _close(hubs: Sequence[Hub]) -> None:
+    for hub in hubs:
+        hub.close()
