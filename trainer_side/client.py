@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -23,8 +26,11 @@ URL_ENV = "LIVEWEIGHTS_URL"
 TOKEN_ENV = "LIVEWEIGHTS_ADMIN_TOKEN"
 #: A stream of events is silent at most this long: the coordinator sends comments to keep it alive.
 EVENT_GAP_S = 60.0
+CONNECT_S = 5.0
 #: How long an update may take before a waiting client gives up; the update goes on.
 UPDATE_S = 1800.0
+#: How the address of a coordinator begins that is a Ray actor.
+ACTOR = "ray://"
 
 
 def default_url() -> str:
@@ -35,8 +41,43 @@ def default_token() -> str:
     return os.environ.get(TOKEN_ENV, "")
 
 
+class Cut:
+    """Ends a stream of events from another thread, whatever its reader is waiting for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._made = False
+
+    def __call__(self) -> None:
+        with self._lock:
+            self._made = True
+            self._shut()
+
+    @contextmanager
+    def of(self, response: httpx.Response) -> Iterator[None]:
+        """While `response` is read."""
+        stream = response.extensions.get("network_stream")
+        with self._lock:
+            self._socket = stream.get_extra_info("socket") if stream is not None else None
+            if self._made:
+                self._shut()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._socket = None
+
+    def _shut(self) -> None:
+        if self._socket is not None:
+            with suppress(OSError):  # it may be gone already
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+
 class Client:
     """`url` and `token` default to the environment: LIVEWEIGHTS_URL and LIVEWEIGHTS_ADMIN_TOKEN.
+
+    `ray://<actor name>@<namespace>` is a coordinator that runs as a Ray actor of the cluster this process is in.
 
     Every method raises the typed errors of `updater.core.errors`: Rejected, Aborted and RolledBack carry the receipt
     in `error.receipt`; Unavailable with code `unreachable` means that nobody answered.
@@ -45,7 +86,12 @@ class Client:
     def __init__(
         self, url: str | None = None, token: str | None = None, *, transport: httpx.BaseTransport | None = None
     ) -> None:
-        self._http = httpx.Client(**_options(url, token), transport=transport)
+        options = _options(url, token)
+        if transport is None and options["base_url"].startswith(ACTOR):
+            from updater.ray_calls import ActorTransport, address_of
+
+            transport = ActorTransport(address_of(options["base_url"]))
+        self._http = httpx.Client(**_carried(options), transport=transport)
 
     def run(self, flow: Flow[T]) -> T:
         """Perform a flow of `trainer_side.flows`."""
@@ -107,17 +153,27 @@ class Client:
         return UpdateState.model_validate(self.run(flows.verb(update, "abort")))
 
     def renew(self, update: str) -> UpdateState:
+        """The update is still wanted. Raises `lease_expired` or `wrong_phase` when it ended."""
         return UpdateState.model_validate(self.run(flows.verb(update, "renew")))
 
-    def events(self, update: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(name, data) as the coordinator tells them, until the update has ended."""
+    def seal(self, update: str, digests: Mapping[str, str] | None = None) -> UpdateState:
+        """The stream is complete. `digests`: name -> 16 hex digits, of tensors that the manifest has none of."""
+        return UpdateState.model_validate(self.run(flows.seal(update, digests or {})))
+
+    def events(self, update: str, cut: Cut | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """(name, data) as the coordinator tells them, until the update has ended.
+
+        `cut`, from another thread, ends it at once. Raises Unavailable when the connection breaks, also by a cut.
+        """
         path = f"{flows.update_path(update)}/events"
-        timeout = httpx.Timeout(flows.CALL_S, read=EVENT_GAP_S)
+        timeout = httpx.Timeout(CONNECT_S, read=EVENT_GAP_S)
+        cut = cut or Cut()
         try:
             with self._http.stream("GET", path, timeout=timeout, headers={"Accept": "text/event-stream"}) as response:
                 if response.status_code != 200:
                     flows.read(Answer(response.status_code, response.read()))
-                yield from flows.events(response.iter_lines())
+                with cut.of(response):
+                    yield from flows.events(response.iter_lines())
         except httpx.HTTPError as error:
             raise _unreachable(error) from None
 
@@ -146,7 +202,12 @@ class AsyncClient:
     def __init__(
         self, url: str | None = None, token: str | None = None, *, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
-        self._http = httpx.AsyncClient(**_options(url, token), transport=transport)
+        options = _options(url, token)
+        if transport is None and options["base_url"].startswith(ACTOR):
+            from updater.ray_calls import AsyncActorTransport, address_of
+
+            transport = AsyncActorTransport(address_of(options["base_url"]))
+        self._http = httpx.AsyncClient(**_carried(options), transport=transport)
 
     async def run(self, flow: Flow[T]) -> T:
         """Perform a flow of `trainer_side.flows`."""
@@ -196,6 +257,9 @@ class AsyncClient:
 
     async def commit(self, update: str) -> UpdateState:
         return UpdateState.model_validate(await self.run(flows.verb(update, "commit")))
+
+    async def seal(self, update: str, digests: Mapping[str, str] | None = None) -> UpdateState:
+        return UpdateState.model_validate(await self.run(flows.seal(update, digests or {})))
 
     async def abort(self, update: str) -> UpdateState:
         return UpdateState.model_validate(await self.run(flows.verb(update, "abort")))
@@ -259,12 +323,19 @@ def _options(url: str | None, token: str | None) -> dict[str, Any]:
     return {"base_url": url or default_url(), "headers": headers, "trust_env": False}
 
 
+def _carried(options: dict[str, Any]) -> dict[str, Any]:
+    """An actor's address is no base of HTTP URLs: what carries the requests knows where they go."""
+    return {**options, "base_url": "http://coordinator"} if options["base_url"].startswith(ACTOR) else options
+
+
 def _request(call: Call) -> dict[str, Any]:
     request: dict[str, Any] = {"method": call.method, "url": call.path, "timeout": call.timeout_s}
     if call.query:
         request["params"] = list(call.query)
     if call.body is not None:
         request["json"] = dict(call.body)
+    if call.text is not None:
+        request |= {"content": call.text, "headers": {"Content-Type": "application/json"}}
     return request
 
 

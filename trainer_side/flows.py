@@ -14,23 +14,27 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from updater.core.errors import Failure, Unavailable
+from updater.manifest import Manifest
 
 T = TypeVar("T")
 
 #: Waits between two tries of a call that nothing answered, in seconds. Every call of ours may be repeated.
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 CALL_S = 30.0
+#: Characters of a manifest that may travel within a request; larger ones are uploaded first.
+INLINE_MANIFEST = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request. `timeout_s` bounds the whole of it."""
+    """One request. `body` is sent as JSON, `text` as it is. `timeout_s` bounds the whole of it."""
 
     method: str
     path: str
     body: Mapping[str, Any] | None = None
     query: tuple[tuple[str, str], ...] = ()
     timeout_s: float = CALL_S
+    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,30 @@ def get(path: str, **query: object) -> Flow[Mapping[str, Any]]:
     """`GET path`; arguments that are None are left out."""
     given = tuple((key, str(value)) for key, value in query.items() if value is not None)
     return (yield from ask(Call("GET", path, None, given)))
+
+
+def begin_streamed(body: Mapping[str, Any], manifest: Manifest) -> Flow[Mapping[str, Any]]:
+    """`POST /v1/updates` with a manifest, which travels ahead by its content where it is large."""
+    text = manifest.to_json()
+    if len(text) <= INLINE_MANIFEST:
+        named = {**body, "manifest": json.loads(text)}
+    else:
+        yield from ask(Call("PUT", f"/v1/manifests/{manifest.digest}", text=text))
+        named = {**body, "manifest": manifest.digest}
+    return (yield from begin(named, wait=False, timeout_s=CALL_S))
+
+
+def seal(update: str, digests: Mapping[str, str]) -> Flow[Mapping[str, Any]]:
+    """`POST /v1/updates/{id}/seal`: the stream is complete, and these digests are known only now."""
+    return (yield from ask(Call("POST", f"{update_path(update)}/seal", {"digests": dict(digests)})))
+
+
+def once(call: Call) -> Flow[Mapping[str, Any]]:
+    """One try, for who comes back anyway. Raises Unavailable if nothing answered."""
+    answer = yield call
+    if not isinstance(answer, Answer):
+        raise Unavailable(Failure("unreachable", answer.reason if answer else "no answer"))
+    return read(answer)
 
 
 def verb(update: str, name: str) -> Flow[Mapping[str, Any]]:

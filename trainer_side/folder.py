@@ -18,6 +18,7 @@ from typing import IO, Self
 
 import torch
 
+from trainer_side.packing import check_tensor
 from trainer_side.weights import WeightSource
 from transports.digest import tensor_digest, to_hex
 from transports.hashes import folder_hashes
@@ -95,6 +96,7 @@ class FolderWriter:
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """One copy at a time, contiguous and on the CPU; what is digested is what is written."""
         spec = self._specs[name]
+        check_tensor(spec, tensor)
         plain = tensor.detach().to("cpu").contiguous()
         file, offset = self._places[name]
         if plain.numel():

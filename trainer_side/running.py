@@ -1,0 +1,209 @@
+"""An update that runs, followed from the trainer's side: its states, its lease, its end as a receipt or a typed error.
+
+Two threads: one reads the events, one renews the lease. Both end with `close`, whatever the network does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
+
+from trainer_side import flows
+from trainer_side.client import Cut
+from trainer_side.flows import Call, Flow
+from trainer_side.hooks import HookCaller, Hooks
+from updater.core.errors import CODES, Aborted, Failure, LiveweightsError, Rejected, RolledBack, Unavailable
+from updater.schemas import Receipt, UpdateState
+
+T = TypeVar("T")
+#: Seconds between two tries to hear of an update whose events broke off.
+AGAIN_S = 0.25
+ASK_S = 5.0
+#: How long an update that was told to end may take to do so: discarding has a deadline of its own.
+END_S = 90.0
+_OUTCOMES: dict[str, type[LiveweightsError]] = {"rejected": Rejected, "aborted": Aborted, "rolled_back": RolledBack}
+
+
+class Link(Protocol):
+    """What speaks to the coordinator: `client.Client`, or whatever performs the same flows. Used from any thread."""
+
+    def run(self, flow: Flow[T]) -> T:
+        """Raises LiveweightsError."""
+
+    def events(self, update: str, cut: Cut | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """(`phase`, state), (`receipt`, receipt) and others, until the update ended. Raises Unavailable."""
+
+
+class RunningUpdate:
+    """One update, once begun. `on_end` is called from another thread as soon as it is known to have ended.
+
+    `lease_s`: renewed three times within it; None: there is no lease.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        state: UpdateState,
+        *,
+        lease_s: float | None,
+        hooks: Hooks,
+        on_end: Callable[[str], None] = lambda _reason: None,
+    ) -> None:
+        self.id = state.id
+        self._link, self._on_end = link, on_end
+        self._hooks = HookCaller(hooks)
+        self._changed = threading.Condition()
+        self._state = state
+        self._lost: LiveweightsError | None = None  # nobody can say any more how it ends
+        self._closing = threading.Event()
+        self._cut = Cut()
+        self._threads = [threading.Thread(target=self._watch, name=f"liveweights-watch-{self.id}", daemon=True)]
+        if lease_s is not None:
+            renewal = threading.Thread(target=self._renew, args=(lease_s,), name="liveweights-lease", daemon=True)
+            self._threads.append(renewal)
+        for thread in self._threads:
+            thread.start()
+
+    # -- asked from the trainer's thread
+
+    @property
+    def state(self) -> UpdateState:
+        """The newest that was heard."""
+        with self._changed:
+            return self._state
+
+    def reached(self, what: Callable[[UpdateState], bool], timeout_s: float) -> bool:
+        """Whether it has come to `what` within the time, or to its end."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._over or what(self._state), timeout_s)
+
+    def ended(self, timeout_s: float) -> bool:
+        """Whether it has ended within the time."""
+        return self.reached(lambda _state: False, timeout_s)
+
+    def receipt(self) -> Receipt:
+        """Of an update that ended. Raises what its outcome says if that is not `committed`, with the receipt."""
+        with self._changed:
+            receipt, lost = self._state.receipt, self._lost
+        if receipt is not None:
+            error = error_of(receipt)
+            if error is not None:
+                raise error
+            return receipt
+        raise lost or Unavailable(Failure("internal", f"update {self.id} has not ended"))
+
+    def wait(self, timeout_s: float) -> Receipt:
+        """The receipt. Raises Unavailable `unreachable` after `timeout_s`; the update goes on."""
+        if not self.ended(timeout_s):
+            raise Unavailable(Failure("unreachable", f"update {self.id} has not ended within {timeout_s:g} s"))
+        return self.receipt()
+
+    def seal(self, digests: Mapping[str, str]) -> UpdateState:
+        return UpdateState.model_validate(self._link.run(flows.seal(self.id, digests)))
+
+    def commit(self) -> UpdateState:
+        return UpdateState.model_validate(self._link.run(flows.verb(self.id, "commit")))
+
+    def abort(self) -> LiveweightsError | None:
+        """Ask for the end. Too late is no error; returns what kept it from being asked."""
+        try:
+            self._link.run(flows.verb(self.id, "abort"))
+        except LiveweightsError as error:
+            return error
+        return None
+
+    def close(self) -> None:
+        """Follow it no longer. Returns when both threads have ended."""
+        self._closing.set()
+        self._cut()
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # a hook may close what it was called by
+                thread.join()
+
+    # -- the two threads
+
+    @property
+    def _path(self) -> str:
+        return flows.update_path(self.id)
+
+    @property
+    def _over(self) -> bool:
+        return self._state.receipt is not None or self._lost is not None
+
+    def _watch(self) -> None:
+        while not self._closing.is_set():
+            try:
+                for name, data in self._link.events(self.id, self._cut):
+                    self._hear(name, data)
+                # The end of the events is the end of the update, unless this reader was let go.
+                self._take(
+                    UpdateState.model_validate(self._link.run(flows.once(Call("GET", self._path, timeout_s=ASK_S))))
+                )
+            except Unavailable:
+                pass  # asked again; how long that makes sense is for the lease or the caller to say
+            except LiveweightsError as error:
+                self._lose(error)
+            if self._over:
+                return
+            self._closing.wait(AGAIN_S)
+
+    def _hear(self, name: str, data: Mapping[str, Any]) -> None:
+        if name == "phase":
+            self._take(UpdateState.model_validate(data))
+        elif name == "receipt":
+            receipt = Receipt.model_validate(data)
+            ended = {"phase": "ended", "phases_ms": receipt.phases_ms, "receipt": receipt, "offer": None}
+            self._take(self.state.model_copy(update=ended))
+
+    def _take(self, state: UpdateState) -> None:
+        """Whoever waits for the end also knows that the hooks have been called."""
+        self._hooks.saw(state)
+        with self._changed:
+            self._state = state
+            self._changed.notify_all()
+        if state.receipt is not None:
+            self._on_end(state.receipt.reason or state.receipt.outcome)
+
+    def _lose(self, error: LiveweightsError) -> None:
+        with self._changed:
+            self._lost = self._lost or error
+            self._changed.notify_all()
+        self._on_end(error.code)
+
+    def _renew(self, lease_s: float) -> None:
+        """A third of the lease apart. Once it has run out unrenewed the update is over, told or not."""
+        renewed = time.monotonic()
+        while not self._closing.wait(lease_s / 3):
+            if self._over:
+                return
+            asked = time.monotonic()
+            try:
+                self._link.run(flows.once(Call("POST", f"{self._path}/renew", timeout_s=lease_s / 3)))
+                renewed = asked
+            except Unavailable as error:
+                if time.monotonic() - renewed >= lease_s:
+                    self._lose(error)
+                    return
+            except LiveweightsError as error:
+                # It has ended; the events bring the receipt, and the stream stops now.
+                self._on_end(error.code)
+                return
+
+
+def error_of(receipt: Receipt) -> LiveweightsError | None:
+    """What a receipt says, as the error that it would have been answered with; None for a committed one."""
+    kind = _OUTCOMES.get(receipt.outcome)
+    if kind is None:
+        return None
+    failures = [
+        Failure(**{**each.model_dump(), "code": each.code if each.code in CODES else "internal"})
+        for each in receipt.failures
+    ]
+    reason = receipt.reason if receipt.reason in CODES else "internal"
+    return kind(
+        *(failures or [Failure(reason or "internal", receipt.outcome)]),
+        live_version=receipt.live_version,
+        receipt=receipt.model_dump(mode="json"),
+    )

@@ -1,0 +1,331 @@
+"""One update over a pushed transport, tensor by tensor: begin, put, seal, commit, abort.
+
+`push` is made of this; use it yourself where the tensors do not come from a `WeightSource`:
+
+    with UpdateSession(client, sender, specs, version=7) as update:
+        for name in specs:
+            update.put(name, tensors[name])
+        update.seal()
+        receipt = update.wait()
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+
+from trainer_side import flows
+from trainer_side.hooks import Hooks
+from trainer_side.packing import Packer
+from trainer_side.request import Terms
+from trainer_side.running import END_S, Link, RunningUpdate
+from transports.buckets import BUCKET_BYTES, StreamPlan
+from transports.stream import StreamSender
+from updater import wire
+from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable, refuse
+from updater.core.participant import StreamOffer
+from updater.manifest import Manifest, TensorEntry, TensorSpec
+from updater.schemas import Receipt, UpdateState
+
+T = TypeVar("T")
+#: How long receivers may take to appear once staging has begun, and one of them to take a bucket, in seconds.
+MEET_S = 60.0
+STALL_S = 30.0
+#: Lease of a stream where the caller names none, as the coordinator has it too.
+LEASE_S = 60.0
+#: After a failure of the transport: how long the coordinator is left to learn the cause from its own side.
+CAUSE_S = 2.0
+_UNSEALED = ("queued", "planning", "staging")
+
+
+def promised(
+    specs: Iterable[TensorSpec], digests: Mapping[str, str], ties: tuple[tuple[str, str], ...] = (), **more: Any
+) -> Manifest:
+    """The manifest of what is going to be sent. `more`: further fields of `Manifest`."""
+    entries = (TensorEntry(spec.name, spec.dtype, spec.shape, digests.get(spec.name, "")) for spec in specs)
+    manifest = Manifest(tensors=tuple(sorted(entries, key=lambda entry: entry.name)), ties=ties, **more)
+    try:
+        manifest.check()
+    except wire.WireError as error:
+        raise refuse("manifest_invalid", f"{error.where}: {error.why}") from None
+    return manifest
+
+
+class UpdateSession:
+    """`specs` in the order in which the tensors will be put. `digests`: what is known of them (16 hex digits); the rest
+    is computed as they pass and sealed. `sender`: open for many sessions, one at a time; it stays open.
+
+    Entering begins the update, waits until its receivers are known and meets them. Leaving by an exception aborts it;
+    leaving otherwise waits for its receipt, and a session that was never sealed is an abort. While it lasts the lease
+    is renewed, and when the update ends for another reason the sender is stopped, so that nothing hangs.
+
+    Used from one thread, `interrupt` from any. Every method raises the typed errors of `updater.core.errors`; what
+    ended the update comes with its receipt.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        sender: StreamSender,
+        specs: Mapping[str, TensorSpec],
+        version: Any,
+        *,
+        digests: Mapping[str, str] | None = None,
+        ties: tuple[tuple[str, str], ...] = (),
+        manifest: Mapping[str, str] | None = None,
+        policy: Any = None,
+        id: str | None = None,
+        lease_s: float = LEASE_S,
+        stall_s: float = STALL_S,
+        timeout_s: float = 1800.0,
+        bucket_bytes: int = BUCKET_BYTES,
+        hooks: Hooks | None = None,
+        progress: Callable[[int], None] = lambda _bytes: None,
+    ) -> None:
+        known = {name: digest for name, digest in (digests or {}).items() if digest}
+        self._link, self._sender, self._hooks = link, sender, hooks or Hooks()
+        self._terms = Terms.of(version, policy, id)
+        self._manifest = promised(specs.values(), known, ties, **(manifest or {}))
+        self._plan = StreamPlan(tuple(specs.values()), bucket_bytes)
+        self._plan.check()
+        self._packer = Packer(self._plan, sender, known, stall_s)
+        self._lease_s, self._stall_s, self._timeout_s = lease_s, stall_s, timeout_s
+        self._progress = progress
+        self._running: RunningUpdate | None = None
+        self._opened = False  # the sender has met, or tried to meet, the receivers
+        self._sealed = False
+        self._over = False  # the sender is done with it, one way or the other
+
+    # -- the steps
+
+    def begin(self) -> UpdateState:
+        """Ask for the update. Raises what the coordinator refuses at the door."""
+        sender = self._sender
+        source = {"kind": sender.kind, "address": sender.address, "session": sender.session}
+        body = {**self._terms.body(), "source": source, "lease_s": self._lease_s}
+        state = UpdateState.model_validate(self._link.run(flows.begin_streamed(body, self._manifest)))
+        self._running = RunningUpdate(
+            self._link, state, lease_s=self._lease_s, hooks=self._hooks, on_end=self._stop_sender
+        )
+        return state
+
+    def offered(self, timeout_s: float) -> bool:
+        """Whether the receivers are known by now. Raises what ended the update before."""
+        running = self._begun()
+        if not running.reached(lambda state: state.offer is not None, timeout_s):
+            return False
+        if running.state.offer is None:
+            self._over = True
+            running.receipt()
+            raise Aborted(Failure("internal", f"update {running.id} ended without a stream"))
+        return True
+
+    def open(self) -> None:
+        """Meet the receivers of the offer."""
+        state = self._begun().state
+        if state.offer is None:
+            raise refuse("wrong_phase", "nobody is there to receive yet")
+        offer = wire.build(StreamOffer, state.offer.model_dump())
+        self._opened = True
+        self._guard(lambda: self._sender.open(offer, self._plan, MEET_S))
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Send the next tensor: CPU or device, contiguous or not; it may be overwritten when this returns.
+
+        Raises Aborted: `stream_mismatch`, `tensor_unexpected`, `tensor_duplicate`, `tensor_shape`, `tensor_dtype` for
+        a tensor that is not the one promised, and nothing of it was sent; or what ended the update.
+        """
+        self._begun()
+        spec = self._packer.check(name, tensor)
+        self._progress(self._guard(lambda: self._packer.send(spec, tensor)))
+
+    def seal(self) -> None:
+        """Everything was put: wait until it has arrived, and promise the digests that were computed on the way."""
+        running = self._begun()
+        self._packer.check_complete()
+        self._guard(lambda: self._sender.finish(self._stall_s, normal=True))
+        self._over = True
+        try:
+            running.seal(self._packer.digests)
+        except Unavailable:
+            raise
+        except LiveweightsError as error:
+            raise self._explained(error, self._settled()) from None
+        self._sealed = True
+
+    def commit(self) -> None:
+        """Of an update with `commit: manual`: publish it once every rank has voted."""
+        running = self._begun()
+        try:
+            running.commit()
+        except Unavailable:
+            raise
+        except LiveweightsError as error:
+            raise self._explained(error, self._settled()) from None
+
+    def ended(self, timeout_s: float) -> bool:
+        """Whether the update has ended within the time."""
+        return self._begun().ended(timeout_s)
+
+    def wait(self) -> Receipt:
+        """The receipt of the committed update. Raises what else it ended as."""
+        return self._begun().wait(self._timeout_s)
+
+    def receipt(self) -> Receipt:
+        """Of an update that ended. Raises what else than `committed` it ended as."""
+        return self._begun().receipt()
+
+    def interrupt(self, reason: str) -> None:
+        """From any thread: what is under way ends soon with `client_abort`. Asks nobody; `abort` does."""
+        self._sender.abort(reason)
+
+    def abort(self, cause: LiveweightsError | None = None) -> LiveweightsError:
+        """End the update and return what it ended as. `cause`: why, if the reason lies on this side."""
+        running = self._begun()
+        told = running.abort()
+        self._release()
+        return self._explained(cause or told, self._settled())
+
+    def failed(self, error: LiveweightsError) -> LiveweightsError:
+        """The error to raise for `error`, with the update ended: what the session raised itself has ended it."""
+        return error if self._over else self.abort(error)
+
+    def leave(self) -> None:
+        """Let go of it: give the update up if nobody has promised yet that its stream is complete."""
+        try:
+            if self._running is not None and not self._sealed and not self._running.ended(0):
+                self.abort()
+        finally:
+            self._release()
+            if self._running is not None:
+                self._running.close()
+
+    # -- as a block
+
+    def __enter__(self) -> Self:
+        try:
+            self.begin()
+            if not self.offered(self._timeout_s):
+                raise self.abort(Unavailable(Failure("unreachable", "staging did not begin in time")))
+            self.open()
+        except BaseException:
+            self.leave()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                if not self.ended(0):
+                    self.abort()
+            elif not self._sealed:
+                raise self.abort(Aborted(Failure("client_abort", "the block was left before the stream was sealed")))
+            else:
+                self.wait()
+        finally:
+            self.leave()
+
+    # -- inside
+
+    def _begun(self) -> RunningUpdate:
+        if self._running is None:
+            raise refuse("wrong_phase", "the update has not begun")
+        return self._running
+
+    def _stop_sender(self, reason: str) -> None:
+        """Called by the update's threads when it has ended: whoever is inside the sender comes back now."""
+        if self._opened and not self._over:
+            self._sender.abort(f"the update ended: {reason}")
+
+    def _guard(self, work: Callable[[], T]) -> T:
+        """What the transport raises is told together with what the coordinator made of it."""
+        if self._over:
+            raise self._explained(None, self._settled())
+        try:
+            return work()
+        except Aborted as error:
+            raise self._broken(error) from None
+
+    def _broken(self, error: Aborted) -> LiveweightsError:
+        """The transport failed: the coordinator may be about to hear why, and is told to end it if it does not."""
+        running = self._begun()
+        running.reached(lambda state: state.phase not in _UNSEALED, CAUSE_S)
+        if running.state.phase in _UNSEALED:
+            running.abort()  # before the receivers hear of it, whose word for it would be the sender's silence
+        self._release()
+        return self._explained(error, self._settled())
+
+    def _release(self) -> None:
+        """Receivers that still wait for this stream are told; the sender is free for the next one."""
+        if self._opened and not self._over:
+            self._sender.finish(self._stall_s, normal=False)
+        self._over = True
+
+    def _settled(self) -> LiveweightsError | None:
+        """What the update ended as, or None if that is not known within its time."""
+        running = self._begun()
+        if not running.ended(END_S):
+            return None
+        try:
+            running.receipt()
+        except LiveweightsError as error:
+            return error
+        return None
+
+    def _explained(self, here: LiveweightsError | None, there: LiveweightsError | None) -> LiveweightsError:
+        """One error of two views. The cause comes first: what was seen here, if the coordinator only knows that it was
+        told to stop; else what it says, and then whom the transport names beside that."""
+        if there is None:
+            return here or Unavailable(Failure("unreachable", "how the update ended is not known"))
+        mine = () if here is None else here.failures
+        told = [failure for failure in mine if failure.code != "client_abort"]
+        asked = there.code == "client_abort"
+        failures = (*(told or mine), *there.failures) if asked else (*there.failures, *told)
+        kind = type(there)
+        return kind(*dict.fromkeys(failures), live_version=there.live_version, receipt=there.receipt)
+
+
+class AsyncUpdateSession:
+    """The async twin: every step runs in a thread, so the event loop goes on; a cancelled step stops the sender."""
+
+    def __init__(self, session: UpdateSession) -> None:
+        self._session = session
+
+    async def put(self, name: str, tensor: torch.Tensor) -> None:
+        await self._run(lambda: self._session.put(name, tensor))
+
+    async def seal(self) -> None:
+        await self._run(self._session.seal)
+
+    async def commit(self) -> None:
+        await self._run(self._session.commit)
+
+    async def wait(self) -> Receipt:
+        return await self._run(self._session.wait)
+
+    async def abort(self) -> LiveweightsError:
+        return await self._run(self._session.abort)
+
+    async def __aenter__(self) -> Self:
+        await self._run(self._session.__enter__)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._run(lambda: self._session.__exit__(kind, error, trace))
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        running = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self._session.interrupt("cancelled")
+            await asyncio.wait([running])
+            raise
