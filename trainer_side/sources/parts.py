@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from trainer_side.sources.steps import StepWatch
 from transports.digest import MASK, to_hex
 from updater.core.errors import Failure, Rejected
 from updater.manifest import TensorSpec
@@ -26,7 +27,7 @@ class Part(Protocol):
 
     @property
     def watched(self) -> Sequence[torch.Tensor]:
-        """Plain tensors of this rank whose in-place writes would change what is published."""
+        """What lies on this rank and is published: its in-place writes are looked for."""
 
     @property
     def device(self) -> torch.device:
@@ -60,6 +61,7 @@ class PartsSource:
         self._sender = group is None or group.rank() == sender_rank
         self._specs = MappingProxyType({part.spec.name: part.spec for part in self._parts})
         self._versions = [[version_of(tensor) for tensor in part.watched] for part in self._parts]
+        self._steps = StepWatch([part.watched for part in self._parts])
 
     @property
     def is_sender(self) -> bool:
@@ -97,11 +99,15 @@ class PartsSource:
             yield part.spec.name, self._whole(part)
 
     def check_untouched(self) -> None:
-        """Sees every in-place operation; writes through `.data`, and by kernels outside torch, leave no trace."""
+        """Sees in-place operations by `Tensor._version`, and steps of torch's optimisers by their hooks.
+
+        Writes through `.data`, and by kernels outside torch, leave no trace in either; digests do see them.
+        """
+        stepped = self._steps.stepped
         moved = [
             part.spec.name
-            for part, versions in zip(self._parts, self._versions, strict=True)
-            if [version_of(tensor) for tensor in part.watched] != versions
+            for at, (part, versions) in enumerate(zip(self._parts, self._versions, strict=True))
+            if at in stepped or [version_of(tensor) for tensor in part.watched] != versions
         ]
         if moved:
             raise Rejected(

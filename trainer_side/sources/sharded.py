@@ -22,21 +22,25 @@ Run = tuple[int, int, int]  # of one dimension: start in the whole tensor, start
 
 @dataclass(frozen=True, slots=True)
 class ShardedPart:
-    """`tensor`: a detached DTensor; `local`: its shard on this rank, which shares the version counter."""
+    """`tensor`: a detached DTensor; `local`: its shard on this rank; `given`: the shard that the trainer writes to.
+
+    The detached DTensor shares the version counter of the trainer's; its shard has one of its own.
+    """
 
     spec: TensorSpec
     tensor: DTensor
     local: torch.Tensor
+    given: torch.Tensor
 
     @classmethod
     def of(cls, spec: TensorSpec, tensor: DTensor) -> ShardedPart:
         with torch.no_grad():
             detached: DTensor = tensor.detach()  # type: ignore[assignment]
-            return cls(spec, detached, detached.to_local())
+            return cls(spec, detached, detached.to_local(), tensor._local_tensor)
 
     @property
     def watched(self) -> Sequence[torch.Tensor]:
-        return (self.local,)
+        return (self.tensor, self.given)
 
     @property
     def device(self) -> torch.device:
