@@ -106,7 +106,7 @@ def test_config_and_tokenizer_travel_along(tmp_path: Path) -> None:
 
 def test_names_lose_their_wrappers(tmp_path: Path) -> None:
     wrapped = {f"module._orig_mod.{name}": tensor for name, tensor in state().items()}
-    assert set(take(wrapped).named) == set(state())
+    assert set(take(wrapped).specs) == set(state())
 
 
 def test_one_memory_under_two_names_is_a_tie() -> None:
@@ -117,7 +117,7 @@ def test_one_memory_under_two_names_is_a_tie() -> None:
 
 def test_halves_of_one_memory_are_no_fault() -> None:
     fused = torch.zeros(4, 3)
-    assert set(take({"q": fused[:2], "k": fused[2:]}).named) == {"q", "k"}
+    assert set(take({"q": fused[:2], "k": fused[2:]}).specs) == {"q", "k"}
 
 
 def test_names_that_share_part_of_their_memory_are_refused() -> None:
