@@ -1,0 +1,187 @@
+"""Messages over a connected Unix socket that never blocks, and waiting for several of them at once."""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+from transports.local.messages import Message, decode, encode
+from updater import wire
+
+#: Before each frame: its length in bytes, big-endian.
+HEAD_BYTES = 4
+#: What a receiver may say at once, and what a sender may (plans of very many tensors).
+RECEIVER_LIMIT = 1 << 20
+SENDER_LIMIT = 256 << 20
+_READ = 1 << 20
+_DESCRIPTORS = 16
+
+
+class Gone(Exception):
+    """The other side has closed the connection, or died."""
+
+
+class Channel:
+    """`limit`: bytes of the longest frame that is taken. `descriptors`: whether open files may come with frames."""
+
+    def __init__(self, sock: socket.socket, limit: int, *, descriptors: bool = False) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._limit = limit
+        self._control = socket.CMSG_SPACE(_DESCRIPTORS * array.array("i").itemsize) if descriptors else 0
+        self._in = bytearray()
+        self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self.descriptors: deque[int] = deque()  # that came; whoever takes one closes it
+        self.truncated = False  # a descriptor came that this process could not hold
+        self.ended = False  # the other side has hung up; there may be messages from before that
+        self.closed = False
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def unsent(self) -> bool:
+        return bool(self._out)
+
+    def post(self, message: Message | bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send now what the socket takes, the rest in `flush`. Bytes: a message encoded once for many."""
+        body = message if isinstance(message, bytes) else encode(message)
+        self._out.append((memoryview(len(body).to_bytes(HEAD_BYTES, "big") + body), descriptors))
+        self.flush()
+
+    def flush(self) -> None:
+        """A broken connection drops what is unsent: reading will tell."""
+        while self._out:
+            data, descriptors = self._out[0]
+            try:
+                sent = self._sock.sendmsg([data], _rights(descriptors))
+            except BlockingIOError:
+                return
+            except OSError:
+                self._out.clear()
+                return
+            self._out.popleft()
+            if sent < len(data):
+                self._out.appendleft((data[sent:], ()))
+
+    def messages(self) -> list[Message]:
+        """What has come since the last call. Raises Gone when there is nothing and nothing can come any more, and
+        `wire.WireError` for what is no message.
+        """
+        while not self.ended and self._read():
+            pass
+        found: list[Message] = []
+        while (frame := self._frame()) is not None:
+            found.append(decode(frame))
+        if not found and self.ended:
+            raise Gone
+        return found
+
+    def close(self) -> None:
+        """Again: nothing. Says nothing."""
+        if not self.closed:
+            self.closed = True
+            self._sock.close()
+            self._out.clear()
+            while self.descriptors:
+                os.close(self.descriptors.popleft())
+
+    def _read(self) -> bool:
+        try:
+            data, control, flags, _ = self._sock.recvmsg(_READ, self._control, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return False
+        except OSError:
+            self.ended = True
+            return False
+        self.truncated = self.truncated or bool(flags & socket.MSG_CTRUNC)
+        for level, kind, raw in control:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                numbers = array.array("i")
+                numbers.frombytes(raw[: len(raw) - len(raw) % numbers.itemsize])
+                self.descriptors.extend(numbers)
+        self._in += data
+        self.ended = not data
+        return bool(data) and len(self._in) <= HEAD_BYTES + self._limit
+
+    def _frame(self) -> bytes | None:
+        if len(self._in) < HEAD_BYTES:
+            return None
+        size = int.from_bytes(self._in[:HEAD_BYTES], "big")
+        if size > self._limit:
+            raise wire.WireError("frame", "length", f"{size} bytes, at most {self._limit} are taken")
+        if len(self._in) < HEAD_BYTES + size:
+            return None
+        frame = bytes(self._in[HEAD_BYTES : HEAD_BYTES + size])
+        del self._in[: HEAD_BYTES + size]
+        return frame
+
+
+def _rights(descriptors: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
+    if not descriptors:
+        return []
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+
+
+class Waitable(Protocol):
+    def fileno(self) -> int: ...
+
+
+W = TypeVar("W", bound=Waitable)
+
+
+def wait(what: Iterable[W], timeout_s: float) -> list[W]:
+    """Those with something to read, or that were hung up; unsent messages go on meanwhile. Nobody: time is over.
+
+    `what`: channels, what has one as its `channel`, and anything else with a descriptor.
+    """
+    by_number = {each.fileno(): each for each in what if each.fileno() >= 0}
+    poll = select.poll()
+    for number, each in by_number.items():
+        channel = _channel(each)
+        poll.register(number, select.POLLIN | (select.POLLOUT if channel and channel.unsent else 0))
+    ready = []
+    for number, event in poll.poll(max(0.0, timeout_s) * 1000):
+        each = by_number[number]
+        channel = _channel(each)
+        if event & select.POLLOUT and channel:
+            channel.flush()
+        if event & ~select.POLLOUT:
+            ready.append(each)
+    return ready
+
+
+def _channel(each: object) -> Channel | None:
+    found = each if isinstance(each, Channel) else getattr(each, "channel", None)
+    return found if isinstance(found, Channel) else None
+
+
+class Alarm:
+    """Wakes a thread that waits, from any other."""
+
+    def __init__(self) -> None:
+        self._number = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def fileno(self) -> int:
+        return self._number
+
+    def ring(self) -> None:
+        if self._number >= 0:
+            with suppress(BlockingIOError):
+                os.eventfd_write(self._number, 1)
+
+    def hush(self) -> None:
+        if self._number >= 0:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._number)
+
+    def close(self) -> None:
+        if self._number >= 0:
+            os.close(self._number)
+            self._number = -1

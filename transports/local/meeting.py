@@ -1,0 +1,166 @@
+"""How a sender meets all receivers of an update: hellos, the plan, and what each thinks of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+
+from transports.local.addresses import Listener, peer_of
+from transports.local.channel import RECEIVER_LIMIT, Channel, Gone
+from transports.local.memory import SenderMemory
+from transports.local.messages import PROTOCOL, Answer, Goodbye, Hello, Message
+from transports.local.peers import Peer, garbled, gave_up, named, out_of_turn, place
+from updater import wire
+from updater.core.errors import Aborted, Failure
+from updater.core.participant import StreamOffer
+
+#: Connections that have not said who they are; more are closed.
+STRANGERS = 1024
+#: After a first refusal: how long to wait for the opinions of the others.
+MORE_REFUSALS_S = 1.0
+
+#: (what to wait for, deadline) -> what is ready; raises when the deadline is over or somebody aborted.
+Wait = Callable[[Iterable["Peer | Listener"], float], "list[Peer | Listener]"]
+
+
+class Meeting:
+    """`peers`: connections that are there already, and at the end exactly those of the offer, by their numbers."""
+
+    def __init__(
+        self, offer: StreamOffer, listener: Listener, memory: SenderMemory, opening: bytes, peers: Iterable[Peer]
+    ) -> None:
+        self._offer = offer
+        self._listener = listener
+        self._memory = memory
+        self._opening = opening
+        self.peers = list(peers)
+        self._refusals: list[Failure] = []
+
+    def run(self, wait: Wait, deadline: float) -> dict[int, Peer]:
+        """Raises Aborted `peer_lost`, `peer_timeout`, `stream_mismatch`, `transport_unsupported`."""
+        self._admit()
+        for peer in list(self.peers):
+            self._clear_leftover(peer)
+        until = deadline
+        while missing := self._missing():
+            try:
+                ready = wait([self._listener, *self.peers], until)
+            except TimeoutError:
+                if self._refusals:
+                    break
+                raise self._late(missing) from None
+            if self._listener in ready:
+                self._admit()
+            for each in ready:
+                if isinstance(each, Peer):
+                    self._hear(each)
+            if self._refusals:
+                until = min(deadline, until, time.monotonic() + MORE_REFUSALS_S)
+        if self._refusals:
+            raise Aborted(*self._refusals[:100])
+        for peer in [peer for peer in self.peers if peer.number is None]:
+            self._dismiss(peer)
+        return {peer.number: peer for peer in self.peers if peer.number is not None}
+
+    def _missing(self) -> set[int]:
+        return set(range(self._offer.receivers)) - {
+            peer.number for peer in self.peers if peer.answered and peer.number is not None
+        }
+
+    def _late(self, missing: set[int]) -> Aborted:
+        met = {peer.number for peer in self.peers}
+        return Aborted(
+            *(
+                place(
+                    self._offer,
+                    number,
+                    Failure("peer_timeout", "did not answer the plan" if number in met else "did not come"),
+                )
+                for number in sorted(missing)
+            )
+        )
+
+    def _admit(self) -> None:
+        for sock in self._listener.accept():
+            peer = Peer(Channel(sock, RECEIVER_LIMIT), peer_of(sock)[0])
+            if sum(each.number is None for each in self.peers) < STRANGERS:
+                self.peers.append(peer)
+            else:
+                peer.hang_up()
+
+    def _clear_leftover(self, peer: Peer) -> None:
+        """Hear what was said before this meeting; who said something and is gone already belonged to an earlier one."""
+        try:
+            said = peer.channel.messages()
+        except (Gone, wire.WireError):
+            said = []
+        if peer.channel.ended:
+            self._forget(peer, *said)
+            return
+        for message in said:
+            self._take(peer, message)
+
+    def _hear(self, peer: Peer) -> None:
+        try:
+            for message in peer.channel.messages():
+                self._take(peer, message)
+                if peer.channel.closed:
+                    return
+        except Gone:
+            self._forget(peer)
+            if peer.number is not None:
+                raise named(self._offer, "peer_lost", [peer.number], "closed its connection") from None
+        except wire.WireError as error:
+            if peer.number is not None:
+                raise garbled(self._offer, peer.number, error) from None
+            self._dismiss(peer, Failure("stream_mismatch", str(error)))
+
+    def _take(self, peer: Peer, message: Message) -> None:
+        if peer.number is None:
+            if isinstance(message, Hello):
+                self._greet(peer, message)
+            else:
+                self._forget(peer, message)
+        elif isinstance(message, Answer) and not peer.answered:
+            peer.answered = True
+            self._refusals += [place(self._offer, peer.number, failure) for failure in message.failures]
+        elif isinstance(message, Goodbye):
+            self._forget(peer, message)
+            raise gave_up(self._offer, peer.number, message)
+        else:
+            raise out_of_turn(self._offer, peer.number, message)
+
+    def _greet(self, peer: Peer, hello: Hello) -> None:
+        why = self._misplaced(hello)
+        if why:
+            self._dismiss(peer, Failure("stream_mismatch", why))
+            return
+        peer.number = hello.number
+        unable = self._memory.accepts(hello)
+        if unable is not None:
+            raise Aborted(place(self._offer, hello.number, unable))
+        peer.channel.post(self._opening)
+
+    def _misplaced(self, hello: Hello) -> str:
+        if hello.protocol != PROTOCOL:
+            return f"this sender (process {os.getpid()}) speaks protocol {PROTOCOL}, not {hello.protocol}"
+        if hello.session != self._offer.session:
+            return "another session"
+        if hello.number >= self._offer.receivers:
+            return f"no receiver {hello.number} among {self._offer.receivers}"
+        if any(peer.number == hello.number for peer in self.peers):
+            return f"receiver {hello.number} is there already"
+        return ""
+
+    def _dismiss(self, peer: Peer, *failures: Failure) -> None:
+        """Not one of ours: told so, and its mappings are its own business."""
+        self.peers.remove(peer)
+        peer.hang_up(*failures)
+
+    def _forget(self, peer: Peer, *said: Message) -> None:
+        if peer in self.peers:
+            self.peers.remove(peer)
+        if any(isinstance(message, Goodbye) for message in said):
+            peer.given.clear()
+        peer.lost()
