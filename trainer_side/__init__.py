@@ -11,15 +11,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer_side.client import AsyncClient, Client
-    from trainer_side.pusher import push, push_async
+    from trainer_side.hooks import Hooks
+    from trainer_side.pusher import Pusher, push, push_async
+    from trainer_side.session import AsyncUpdateSession, UpdateSession
     from updater.schemas import Receipt
 
-__all__ = ["AsyncClient", "Client", "Receipt", "push", "push_async"]
+__all__ = [
+    "AsyncClient",
+    "AsyncUpdateSession",
+    "Client",
+    "Hooks",
+    "Pusher",
+    "Receipt",
+    "UpdateSession",
+    "push",
+    "push_async",
+]
 
 _HOMES = {
     "AsyncClient": "trainer_side.client",
+    "AsyncUpdateSession": "trainer_side.session",
     "Client": "trainer_side.client",
+    "Hooks": "trainer_side.hooks",
+    "Pusher": "trainer_side.pusher",
     "Receipt": "updater.schemas",
+    "UpdateSession": "trainer_side.session",
     "push": "trainer_side.pusher",
     "push_async": "trainer_side.pusher",
 }

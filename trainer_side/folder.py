@@ -61,11 +61,15 @@ class FolderWriter:
         specs: Mapping[str, TensorSpec],
         *,
         digests: Mapping[str, str] | None = None,
+        ties: tuple[tuple[str, str], ...] = (),
         config_from: Path | None = None,
+        source_revision: str = "",
         shard_bytes: int = SHARD_BYTES,
         progress: Progress = _silent,
     ) -> None:
-        self._target, self._specs, self._config_from = target, dict(specs), config_from
+        self.target = target
+        self._ties, self._source_revision = ties, source_revision
+        self._specs, self._config_from = dict(specs), config_from
         self._digests, self._progress = dict(digests or {}), progress
         self._temporary = target.parent / f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
         self._left = set(self._specs)
@@ -108,7 +112,7 @@ class FolderWriter:
         self._left.discard(name)
         self._progress(spec.nbytes)
 
-    def finish(self, *, ties: tuple[tuple[str, str], ...] = (), source_revision: str = "") -> Manifest:
+    def finish(self) -> Manifest:
         """Make it durable, name it, and return its manifest."""
         if self._left:
             raise refuse("tensor_missing", "it was never put", tensor=min(self._left))
@@ -117,13 +121,13 @@ class FolderWriter:
             with stream:
                 stream.flush()
                 os.fsync(stream.fileno())
-        manifest = self._manifest(ties, source_revision)
+        manifest = self._manifest()
         _sync_folder(self._temporary)
-        os.rename(self._temporary, self._target)
-        _sync_folder(self._target.parent)
+        os.rename(self._temporary, self.target)
+        _sync_folder(self.target.parent)
         return manifest
 
-    def _manifest(self, ties: tuple[tuple[str, str], ...], source_revision: str) -> Manifest:
+    def _manifest(self) -> Manifest:
         folder, config_from = self._temporary, self._config_from
         for name in COMPANIONS if config_from else ():
             _copy_if_there((config_from or folder) / name, folder / name)
@@ -134,8 +138,8 @@ class FolderWriter:
             config_hash=hashes.config,
             tokenizer_hash=hashes.tokenizer,
             quantization_hash=hashes.quantization,
-            source_revision=source_revision,
-            ties=ties,
+            source_revision=self._source_revision,
+            ties=self._ties,
         )
         manifest.check()
         with _durable(folder / FILE_NAME) as stream:
@@ -174,7 +178,9 @@ def write_folder(
         target,
         weights.specs,
         digests=weights.digests(),
+        ties=weights.ties,
         config_from=config_from,
+        source_revision=source_revision,
         shard_bytes=shard_bytes,
         progress=progress,
     )
@@ -184,7 +190,7 @@ def write_folder(
                 raise Rejected(*refuse("bad_request", "this rank does not get the tensors", tensor=name).failures)
             writer.put(name, tensor)
         weights.check_untouched()
-        return writer.finish(ties=weights.ties, source_revision=source_revision)
+        return writer.finish()
 
 
 def _header(shard: Sequence[TensorSpec]) -> bytes:

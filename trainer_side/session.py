@@ -28,6 +28,8 @@ from transports.stream import StreamSender
 from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable, refuse
 from updater.core.participant import StreamOffer
+from updater.core.policy import Policy
+from updater.core.version import Version
 from updater.manifest import Manifest, TensorEntry, TensorSpec
 from updater.schemas import Receipt, UpdateState
 
@@ -72,12 +74,12 @@ class UpdateSession:
         link: Link,
         sender: StreamSender,
         specs: Mapping[str, TensorSpec],
-        version: Any,
+        version: int | str | Version | Terms,
         *,
         digests: Mapping[str, str] | None = None,
         ties: tuple[tuple[str, str], ...] = (),
         manifest: Mapping[str, str] | None = None,
-        policy: Any = None,
+        policy: Policy | Mapping[str, Any] | None = None,
         id: str | None = None,
         lease_s: float = LEASE_S,
         stall_s: float = STALL_S,
@@ -88,7 +90,7 @@ class UpdateSession:
     ) -> None:
         known = {name: digest for name, digest in (digests or {}).items() if digest}
         self._link, self._sender, self._hooks = link, sender, hooks or Hooks()
-        self._terms = Terms.of(version, policy, id)
+        self._terms = version if isinstance(version, Terms) else Terms.of(version, policy, id)
         self._manifest = promised(specs.values(), known, ties, **(manifest or {}))
         self._plan = StreamPlan(tuple(specs.values()), bucket_bytes)
         self._plan.check()

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 import torch
 
 from trainer_side.lockstep import BEAT_S, Lockstep, Told
 from trainer_side.session import UpdateSession
 from trainer_side.weights import WeightSource
-from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable, refuse
+from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable
 from updater.schemas import Receipt
 
 
@@ -52,88 +53,122 @@ def touched(source: WeightSource) -> LiveweightsError | None:
     return None
 
 
-def stream(
-    source: WeightSource,
-    open_session: Callable[[Mapping[str, str]], UpdateSession],
-    *,
-    team: Lockstep | None = None,
-    timeout_s: float = 1800.0,
-) -> Receipt:
-    """Publish `source` over a pushed transport: the receipt on every rank, or the same typed error on every rank.
+class Sending(Taker, Protocol):
+    """What the sending rank does between two agreements. A step is short, or returns None to be called again."""
 
-    `open_session`: called on the sending rank with the digests that are known ahead; what it returns has not begun.
+    def prepare(self) -> Told | None:
+        """Until tensors can be put."""
+
+    def seal(self, failed: LiveweightsError | None) -> Told | None:
+        """After the walk. Raises for `failed`, the first error of any rank, what the update then ended as."""
+
+    def ended(self) -> Told | None:
+        """The receipt of the committed update, as JSON. Raises what else it ended as."""
+
+    def close(self) -> None:
+        """Always at the end. What has not come to its own end by then is given up."""
+
+
+def publish(
+    source: WeightSource, make: Callable[[Mapping[str, str]], Sending], *, team: Lockstep | None = None
+) -> Receipt:
+    """Publish `source`: the receipt on every rank, or the same typed error on every rank.
+
+    `make`: called on the sending rank with the digests that are known ahead.
     """
     team = team or Lockstep(source.group)
     changed = team.agree(touched(source))
     if changed is not None:
         raise changed
     known = source.digests()
-    sending = _Sending(timeout_s) if source.is_sender else None
-    try:
-        team.lead(None if sending is None else (lambda: sending.make(lambda: open_session(known))))
-        team.lead(None if sending is None else sending.begin)
-        team.lead(None if sending is None else sending.offered)
-        team.lead(None if sending is None else sending.open)
-        failed = walk(source, sending, team)
-        team.lead(None if sending is None else (lambda: sending.seal(failed)))
-        return Receipt.model_validate(team.lead(None if sending is None else sending.ended))
-    finally:
-        if sending is not None:
-            sending.close()
+    with Leading(team, source.is_sender) as leading:
+        leading.make(lambda: make(known))
+        leading.step(lambda sending: sending.prepare())
+        failed = walk(source, leading.sending, team)
+        leading.step(lambda sending: sending.seal(failed))
+        return leading.receipt()
 
 
-class _Sending:
-    """What the sending rank does between two agreements: each step is short, or returns None to be called again."""
+class Leading:
+    """The steps of one update on every rank: the sending one does them, the others learn what came of them."""
+
+    def __init__(self, team: Lockstep, is_sender: bool) -> None:
+        self._team, self._is_sender = team, is_sender
+        self.sending: Sending | None = None
+
+    def make(self, make: Callable[[], Sending]) -> None:
+        def made() -> Told:
+            self.sending = make()
+            return {}
+
+        self._team.lead(made if self._is_sender else None)
+
+    def step(self, step: Callable[[Sending], Told | None]) -> Told:
+        sending = self.sending
+        return self._team.lead(None if sending is None else (lambda: step(sending)))
+
+    def receipt(self) -> Receipt:
+        return Receipt.model_validate(self.step(lambda sending: sending.ended()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.sending is not None:
+            self.sending.close()
+
+
+class Patience:
+    """`timeout_s` in steps of at most BEAT_S."""
 
     def __init__(self, timeout_s: float) -> None:
         self._end = time.monotonic() + timeout_s
-        self._session: UpdateSession | None = None
 
     @property
-    def session(self) -> UpdateSession:
-        if self._session is None:
-            raise refuse("wrong_phase", "the update has not begun")
-        return self._session
+    def beat_s(self) -> float:
+        """How long the next step may wait; 0 when the time is over."""
+        return min(BEAT_S, max(0.0, self._end - time.monotonic()))
 
-    def make(self, open_session: Callable[[], UpdateSession]) -> Told:
-        self._session = open_session()
-        return {}
 
-    def begin(self) -> Told:
-        self.session.begin()
-        return {}
+class StreamSending:
+    """Over a pushed transport. `session` has not begun."""
 
-    def offered(self) -> Told | None:
-        if self.session.offered(self._beat()):
+    def __init__(self, session: UpdateSession, timeout_s: float) -> None:
+        self._session, self._patience = session, Patience(timeout_s)
+        self._begun = False
+
+    def prepare(self) -> Told | None:
+        if not self._begun:
+            self._session.begin()
+            self._begun = True
+        if self._session.offered(self._patience.beat_s):
+            self._session.open()
             return {}
-        if not self._beat():
-            raise self.session.abort(Unavailable(Failure("unreachable", "staging did not begin in time")))
+        if not self._patience.beat_s:
+            raise self._session.abort(late("staging did not begin in time"))
         return None
 
-    def open(self) -> Told:
-        self.session.open()
-        return {}
-
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        self.session.put(name, tensor)
+        self._session.put(name, tensor)
 
     def seal(self, failed: LiveweightsError | None) -> Told:
         if failed is not None:
-            raise self.session.failed(failed)
-        self.session.seal()
+            raise self._session.failed(failed)
+        self._session.seal()
         return {}
 
     def ended(self) -> Told | None:
-        if self.session.ended(self._beat()):
-            return self.session.receipt().model_dump(mode="json")
-        if not self._beat():
-            raise Unavailable(Failure("unreachable", "the update has not ended in time; it goes on"))
+        if self._session.ended(self._patience.beat_s):
+            return self._session.receipt().model_dump(mode="json")
+        if not self._patience.beat_s:
+            raise late("the update has not ended in time; it goes on")
         return None
 
     def close(self) -> None:
-        """Left before its end, by an interrupt or a source that broke, the update is given up."""
-        if self._session is not None:
-            self._session.leave()
+        self._session.leave()
 
-    def _beat(self) -> float:
-        return min(BEAT_S, max(0.0, self._end - time.monotonic()))
+
+def late(why: str) -> Unavailable:
+    return Unavailable(Failure("unreachable", why))

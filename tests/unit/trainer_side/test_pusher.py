@@ -133,5 +133,5 @@ def test_only_folders_that_pushes_wrote_are_ever_removed(tmp_path: Path) -> None
 def test_a_state_dict_needs_a_place(coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LIVEWEIGHTS_DIRECTORY", raising=False)
     with pytest.raises(Rejected):
-        push(weights(), 7, url=coordinator.url, token="")
+        push(weights(), 7, url=coordinator.url, token="", transport="disk")
     assert coordinator.bodies == []

@@ -1,0 +1,51 @@
+"""A copy of a trainer's weights, so that training may go on while they are published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainer_side.lockstep import Lockstep
+from trainer_side.stream import walk
+from trainer_side.weights import WeightSource
+from updater.manifest import TensorSpec
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Snapshot:
+    """A `WeightSource` of what `source` held when this was made. The sending rank keeps whole tensors, the others none.
+
+    `copy`: one tensor, to where it is kept. `group`: one that nobody else uses, for the ranks to agree over later.
+    Making it is collective; raises Rejected or Aborted (`source_changed`) on all ranks.
+    """
+
+    def __init__(
+        self, source: WeightSource, copy: Callable[[torch.Tensor], torch.Tensor], group: ProcessGroup | None
+    ) -> None:
+        self.is_sender, self.group = source.is_sender, group
+        self.specs: Mapping[str, TensorSpec] = dict(source.specs)
+        self.ties = source.ties
+        self._digests = dict(source.digests())
+        self._kept: dict[str, torch.Tensor] = {}
+        self._copy = copy
+        failed = walk(source, self if self.is_sender else None, Lockstep(source.group))
+        if failed is not None:
+            raise failed
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        self._kept[name] = self._copy(tensor.detach())
+
+    def digests(self) -> Mapping[str, str]:
+        return self._digests
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Once: what was sent is not kept."""
+        for name in self.specs:
+            yield name, self._kept.pop(name, None)
+
+    def check_untouched(self) -> None:
+        """Nobody else has it."""
