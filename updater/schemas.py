@@ -117,9 +117,13 @@ class RollbackRequest(_Body):
     policy: PolicyBody = PolicyBody()
 
 
+#: A front over HTTP, or a Ray actor as `ray://<actor name>@<namespace>`.
+_FRONT = r"^(https?://[^\s/?#@]+/?|ray://[A-Za-z0-9._:-]+@[A-Za-z0-9._:-]+)$"
+
+
 class JoinBody(_Body):
     replica: Id
-    url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s/?#@]+/?$", max_length=300)]
+    url: Annotated[str, StringConstraints(pattern=_FRONT, max_length=300)]
 
 
 class AdoptBody(_Body):

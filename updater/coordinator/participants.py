@@ -70,32 +70,39 @@ class HttpParticipant:
         return self._url
 
     async def call(self, verb: str, request: Any, timeout_s: float) -> Any:
-        asked, answered = MESSAGES[verb]
-        if type(request) is not asked:
-            raise TypeError(f"{verb} takes {asked.__name__}, not {type(request).__name__}")
+        check(verb, request)
         try:
             async with asyncio.timeout(timeout_s):
                 status, body = await self._client.post(f"{PREFIX}/{verb}", wire.encode(request), MAX_REPLY)
         except (*BROKEN, TooLong, TimeoutError) as error:
             refused = isinstance(error, ConnectionRefusedError)
             raise Unreachable(f"{type(error).__name__}: {error}", refused) from error
-        if status == 200:
-            return self._reply(answered, body)
-        # A gateway's or a crashed server's 5xx says nothing about the replica unless it is a document of ours.
-        document = _document(body)
-        if document is None or "failures" not in document:
-            raise Unreachable(f"status {status} without a problem document")
-        failures = http.failures_of(document, fallback="replica_lost")
-        raise Refusal(tuple(failure.at(replica=self._replica) for failure in failures))
-
-    def _reply(self, kind: type, body: bytes) -> Any:
-        try:
-            return wire.decode(kind, body)
-        except wire.WireError as error:
-            raise Unreachable(str(error)) from error
+        return answered(self._replica, verb, status, body)
 
     async def close(self) -> None:
         await self._client.close()
+
+
+def check(verb: str, request: Any) -> None:
+    """Raises TypeError for a request of another verb."""
+    asked, _ = MESSAGES[verb]
+    if type(request) is not asked:
+        raise TypeError(f"{verb} takes {asked.__name__}, not {type(request).__name__}")
+
+
+def answered(replica: str, verb: str, status: int, body: bytes) -> Any:
+    """The reply that a front's answer is, however it came. Raises Refusal or Unreachable."""
+    if status == 200:
+        try:
+            return wire.decode(MESSAGES[verb][1], body)
+        except wire.WireError as error:
+            raise Unreachable(str(error)) from error
+    # A gateway's or a crashed server's 5xx says nothing about the replica unless it is a document of ours.
+    document = _document(body)
+    if document is None or "failures" not in document:
+        raise Unreachable(f"status {status} without a problem document")
+    failures = http.failures_of(document, fallback="replica_lost")
+    raise Refusal(tuple(failure.at(replica=replica) for failure in failures))
 
 
 def _document(body: bytes) -> dict[str, Any] | None:

@@ -1,0 +1,218 @@
+"""The coordinator as a named Ray actor: the same coordinator, routes and journal as behind HTTP. A composition root.
+
+Verbs take and answer JSON-ready values: `{"status": 200, "body": {...}}`, where every other status comes with a problem
+document. `trainer_side.ray` turns those into typed errors. What has to be quick has a concurrency group of its own,
+so that clients that wait for receipts cannot starve it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import ray
+
+from updater import in_process
+from updater.coordinator.coordinator import Coordinator
+from updater.core.errors import Failure
+from updater.in_process import LoopThread
+from updater.ray_calls import COORDINATOR, NAMESPACE, Address, Handle
+from updater.ray_participant import participants
+from updater.service.app import create_app
+from updater.settings import Settings
+
+CONTROL, PATIENT = "control", "patient"
+#: Calls at once: those that answer at once, and those that wait for an update to end.
+GROUPS: dict[str, Any] = {"concurrency_groups": {CONTROL: 64, PATIENT: 1000}}
+#: Between the end of a coordinator and that of its actor.
+LAST_ANSWERS_S = 1.0
+_log = logging.getLogger("liveweights.coordinator")
+
+Reply = dict[str, Any]
+
+
+class CoordinatorActor:
+    """One life of a coordinator. Its journal's folder must be the same one after a restart, also on another node.
+
+    Started, `__init__` has taken the fleet over and recovered; it raises JournalFailed if the folder cannot be used.
+    A coordinator that has to stop by itself (its journal fails, or another one has taken the fleet over) ends its
+    actor for good: Ray restarts what crashed, never what gave up.
+    """
+
+    def __init__(self, settings: Settings, address: str) -> None:
+        self._address, self._ending = address, False
+        self._me = ray.get_runtime_context().current_actor
+        self._loop = LoopThread("coordinator")
+        self._coordinator = self._loop.submit(self._begin(settings)).result()
+        self._face = in_process.Face(create_app(self._coordinator), self._loop, settings.tokens.admin)
+
+    async def _begin(self, settings: Settings) -> Coordinator:
+        coordinator = Coordinator(settings, participants(settings), on_stop=self._stopped)
+        await coordinator.start()
+        _log.info("coordinator of fleet %r as %s", settings.fleet, self._address)
+        return coordinator
+
+    def _stopped(self, failure: Failure) -> None:
+        if not self._ending:
+            _log.error("the coordinator stops: %s", failure.message)
+            # Those who wait are told first.
+            asyncio.get_running_loop().call_later(LAST_ANSWERS_S, ray.kill, self._me)
+
+    # -- the app, whole: what `ActorTransport` carries a client's requests to
+
+    @ray.method(concurrency_group=CONTROL)
+    async def request(self, method: str, target: str, text: str = "") -> dict[str, Any]:
+        """Any route that answers at once: `{"status", "text"}`."""
+        return await self._face.ask(method, target, text)
+
+    @ray.method(concurrency_group=PATIENT)
+    async def patient(self, method: str, target: str, text: str = "") -> dict[str, Any]:
+        """Any route, as `request`, where the answer may take as long as an update."""
+        return await self._face.ask(method, target, text)
+
+    @ray.method(concurrency_group=PATIENT)
+    async def stream(self, method: str, target: str, text: str = "") -> AsyncIterator[int | str]:
+        """The status, then the body in pieces of text."""
+        async with aclosing(self._face.stream(method, target, text)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    # -- updates
+
+    @ray.method(concurrency_group=CONTROL)
+    async def begin(self, body: Mapping[str, Any]) -> Reply:
+        """`POST /v1/updates`: 202 with the state."""
+        return await self._face.verb("POST", "/v1/updates", body)
+
+    @ray.method(concurrency_group=PATIENT)
+    async def update(self, body: Mapping[str, Any]) -> Reply:
+        """The same, and wait: 200 with the receipt of a committed one. With an `id` in it, asking again is safe."""
+        return await self._face.verb("POST", "/v1/updates?wait=true", body)
+
+    @ray.method(concurrency_group=PATIENT)
+    async def rollback(self, body: Mapping[str, Any]) -> Reply:
+        """`{"target", "expected_live"}`, and wait."""
+        return await self._face.verb("POST", "/v1/rollback?wait=true", body)
+
+    @ray.method(concurrency_group=CONTROL)
+    async def state(self, update: str) -> Reply:
+        return await self._face.verb("GET", _update(update))
+
+    @ray.method(concurrency_group=CONTROL)
+    async def renew(self, update: str) -> Reply:
+        return await self._face.verb("POST", f"{_update(update)}/renew")
+
+    @ray.method(concurrency_group=CONTROL)
+    async def seal(self, update: str, digests: Mapping[str, str] | None = None) -> Reply:
+        return await self._face.verb("POST", f"{_update(update)}/seal", {"digests": dict(digests or {})})
+
+    @ray.method(concurrency_group=CONTROL)
+    async def commit(self, update: str) -> Reply:
+        return await self._face.verb("POST", f"{_update(update)}/commit")
+
+    @ray.method(concurrency_group=CONTROL)
+    async def abort(self, update: str) -> Reply:
+        return await self._face.verb("POST", f"{_update(update)}/abort")
+
+    @ray.method(concurrency_group=PATIENT)
+    async def events(self, update: str) -> AsyncIterator[dict[str, Any]]:
+        """`{"event", "data"}`: the state now, every change, the receipt. For an unknown update one `problem`."""
+        async with aclosing(self._face.stream("GET", f"{_update(update)}/events")) as pieces:
+            status = await anext(pieces)
+            async for piece in pieces:
+                event = _event(str(piece)) if status == 200 else {"event": "problem", "data": json.loads(str(piece))}
+                if event is not None:
+                    yield event
+
+    # -- fleet
+
+    @ray.method(concurrency_group=CONTROL)
+    async def version(self) -> Reply:
+        return await self._face.verb("GET", "/v1/version")
+
+    @ray.method(concurrency_group=CONTROL)
+    async def fleet(self) -> Reply:
+        return await self._face.verb("GET", "/v1/fleet")
+
+    @ray.method(concurrency_group=CONTROL)
+    async def history(self, limit: int = 100) -> Reply:
+        return await self._face.verb("GET", f"/v1/history?limit={limit}")
+
+    @ray.method(concurrency_group=PATIENT)
+    async def join(self, replica: str, url: str) -> Reply:
+        return await self._face.verb("POST", "/v1/fleet/replicas", {"replica": replica, "url": url})
+
+    @ray.method(concurrency_group=CONTROL)
+    async def remove(self, replica: str, confirm_dead: bool = False) -> Reply:
+        """An operator's word; `confirm_dead` for a member that cannot answer any more."""
+        query = urlencode({"confirm_dead": str(confirm_dead).lower()})
+        return await self._face.verb("DELETE", f"/v1/fleet/replicas/{quote(replica, safe='')}?{query}")
+
+    @ray.method(concurrency_group=PATIENT)
+    async def adopt(self, members: Sequence[Mapping[str, str]]) -> Reply:
+        """`[{"replica", "url"}]`: take over a fleet with history under an empty journal."""
+        body = {"members": [dict(member) for member in members], "confirm": True}
+        return await self._face.verb("POST", "/v1/fleet/adopt", body)
+
+    # -- life
+
+    @ray.method(concurrency_group=CONTROL)
+    async def address(self) -> str:
+        """Where this actor is found by name."""
+        return self._address
+
+    @ray.method(concurrency_group=CONTROL)
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @ray.method(concurrency_group=CONTROL)
+    async def stop(self) -> None:
+        """Abort what is undecided, finish what is decided, close the journal. Then the actor may be killed."""
+        self._ending = True
+        await self._loop.run(self._coordinator.close())
+
+
+def start_coordinator(
+    settings: Settings,
+    *,
+    name: str = COORDINATOR,
+    namespace: str = NAMESPACE,
+    max_restarts: int = -1,
+    **options: Any,
+) -> Handle:
+    """The handle of a new named actor. `settings.state`: the journal's folder, on a disk that outlives the process.
+
+    `options`: Ray's own for an actor: `resources`, `scheduling_strategy`, `lifetime="detached"`. Calls that a crash
+    interrupts are sent again by Ray to the restarted actor: every verb may be repeated (I7). Raises ValueError if the
+    name is taken.
+    """
+    actor = ray.remote(**GROUPS)(CoordinatorActor).options(
+        name=name,
+        namespace=namespace,
+        max_restarts=max_restarts,
+        max_task_retries=-1,
+        **{"num_cpus": 0, **options},
+    )
+    return actor.remote(settings, str(Address(name, namespace)))
+
+
+def stop_coordinator(coordinator: Handle, timeout_s: float = 60.0) -> None:
+    """In order, and for good."""
+    ray.get(coordinator.stop.remote(), timeout=timeout_s)
+    ray.kill(coordinator)
+
+
+def _update(update: str) -> str:
+    return f"/v1/updates/{quote(update, safe='')}"
+
+
+def _event(text: str) -> dict[str, Any] | None:
+    """One server-sent event of ours; None for the comments that keep a connection awake."""
+    fields = dict(line.partition(": ")[::2] for line in text.strip().splitlines() if not line.startswith(":"))
+    return {"event": fields["event"], "data": json.loads(fields["data"])} if "data" in fields else None
