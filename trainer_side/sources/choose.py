@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer_side.sources.casts import Casts, Dtypes
-from trainer_side.sources.modules import group_of_module, state_of
+from trainer_side.sources.folder import FolderSource
+from trainer_side.sources.modules import module_source
 from trainer_side.sources.state_dict import state_dict_source
 from trainer_side.weights import WeightSource
 from updater.core.errors import refuse
@@ -30,7 +31,8 @@ def as_source(
     """`weights` as something that can be described, digested and walked. Copies and gathers nothing.
 
     `weights`: a state dict (DTensors in it stay sharded), a module (plain, DistributedDataParallel, compiled, FSDP1,
-    FSDP2), or a WeightSource, which is answered as it is.
+    FSDP2, a model with LoRA adapters of peft), a safetensors file or folder, or a WeightSource, which is answered as
+    it is.
     `group`: the ranks that push together; every one of them makes a source and walks it. Found by itself where the
     weights name one (a device mesh, DistributedDataParallel, FSDP). Whole tensors name none: this process pushes alone.
     `sender_rank`: rank within `group` of the one that gets the tensors.
@@ -41,12 +43,11 @@ def as_source(
     """
     casts = Casts.of(dtypes)
     if isinstance(weights, torch.nn.Module):
-        state, found = state_of(weights), group_of_module(weights)
-        return state_dict_source(state, casts, group=group or found, sender_rank=sender_rank)
+        return module_source(weights, casts, group=group, sender_rank=sender_rank)
     if isinstance(weights, Mapping):
         return state_dict_source(weights, casts, group=group, sender_rank=sender_rank)
     if isinstance(weights, str | os.PathLike):
-        raise refuse("bad_request", "a folder is not a source yet")
+        return FolderSource(weights, casts, group=group, sender_rank=sender_rank)
     if dtypes:
         raise refuse("bad_request", "dtypes: a source that is made already decides its own")
     return weights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -19,6 +19,8 @@ from updater.names import clean_names
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
+
+    from trainer_side.sources.sharded import ShardedPart
 
 
 def state_dict_source(
@@ -37,8 +39,8 @@ def state_dict_source(
     parts = [part_of(names[name], tensor, casts) for name, tensor in state.items()]
     meshes = [tensor for tensor in state.values() if is_sharded(tensor)]
     if meshes and group is None:
-        group = _group_of_meshes(meshes)
-    return PartsSource(parts, whole.find_ties(_keys(parts)), group=group, sender_rank=sender_rank)
+        group = group_of_meshes(meshes)
+    return PartsSource(parts, ties_of(parts), group=group, sender_rank=sender_rank)
 
 
 def check(state: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
@@ -71,19 +73,24 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     return hasattr(tensor, "device_mesh")
 
 
-def _keys(parts: list[Part]) -> dict[str, object]:
+def ties_of(parts: Sequence[Part]) -> tuple[tuple[str, str], ...]:
+    """(alias, canonical name) of parts that lie in one storage. What is computed on the way is tied to nothing."""
     keys: dict[str, object] = {}
     for part in parts:
         if isinstance(part, WholePart):
             keys[part.spec.name] = whole.tie_key(part.tensor)
-        else:
+        elif _lies_sharded(part):
             from trainer_side.sources import sharded
 
-            keys[part.spec.name] = sharded.tie_key(part)  # type: ignore[arg-type]
-    return keys
+            keys[part.spec.name] = sharded.tie_key(part)
+    return whole.find_ties(keys)
 
 
-def _group_of_meshes(tensors: list[DTensor]) -> ProcessGroup:
+def _lies_sharded(part: Part) -> TypeGuard[ShardedPart]:
+    return is_sharded(getattr(part, "tensor", None))
+
+
+def group_of_meshes(tensors: list[DTensor]) -> ProcessGroup:
     """All ranks, if they share a mesh; or the one group of a smaller mesh. Raises Rejected where that is not clear."""
     meshes = {tensor.device_mesh for tensor in tensors}
     if any(mesh.size() == torch.distributed.get_world_size() for mesh in meshes):
