@@ -19,7 +19,7 @@ from trainer_side.sources.steps import storage_key
 from transports.dtypes import DTYPE_NAMES
 from updater.core.errors import Failure, Rejected, refuse
 from updater.manifest import TensorSpec
-from updater.names import clean_names
+from updater.names import clean_name, clean_names
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,12 +56,13 @@ def lora_source(
     module: torch.nn.Module, casts: Casts, *, group: ProcessGroup | None = None, sender_rank: int = 0
 ) -> PartsSource:
     """Raises Rejected: `adapter_unsupported` with the layer for what is not merged here, and where nothing is."""
-    entries = list(_Walk().entries(module, ""))
+    walk = _Walk()
+    entries = list(walk.entries(module, ""))
     names = clean_names(entry.name for entry in entries)
     tensors = {entry.name: entry.tensor for entry in entries}
     check(tensors, names)
     casts.check(names.values())
-    if not any(entry.deltas for entry in entries):
+    if not walk.changed:
         raise refuse("adapter_unsupported", "no layer is changed by an active adapter: this would push the bare base")
     _check_ties(entries, names)
     parts = [_part(entry, names[entry.name], casts) for entry in entries]
@@ -152,6 +153,7 @@ class _Walk:
         self._model, self._tuner, self._layer = PeftModel, BaseTuner, BaseTunerLayer
         self._linear, self._embedding = layer.Linear, layer.Embedding
         self._saved, self._auxiliary = ModulesToSaveWrapper, AuxiliaryTrainingWrapper
+        self.changed = False  # whether an active adapter was met anywhere
 
     def entries(self, module: torch.nn.Module, prefix: str) -> Iterator[Entry]:
         from torch.distributed.fsdp import FSDPModule
@@ -159,13 +161,15 @@ class _Walk:
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward pass without a backward pass the parameters are still whole
         if isinstance(module, self._model) and not isinstance(module.base_model, self._tuner):
-            raise refuse("adapter_unsupported", f"{type(module).__name__} adds to the prompt, not to the weights")
+            raise _refuse(prefix, f"{type(module).__name__} adds to the prompt, not to the weights")
         if isinstance(module, self._layer):
             yield from self._merged(module, prefix)
         elif isinstance(module, self._saved):
-            yield from self.entries(_saved_module(module, prefix), prefix)
+            saved = _saved_module(module, prefix)
+            self.changed |= saved is not module.original_module
+            yield from self.entries(saved, prefix)
         elif isinstance(module, self._auxiliary):
-            raise refuse("adapter_unsupported", f"{prefix} is a {type(module).__name__}")
+            raise _refuse(prefix, f"a {type(module).__name__}")
         else:
             yield from _own(module, prefix)
             for name, child in module.named_children():
@@ -174,6 +178,7 @@ class _Walk:
     def _merged(self, layer: Any, prefix: str) -> Iterator[Entry]:
         base = layer.get_base_layer()
         adapters = self._adapters(layer, prefix)
+        self.changed |= bool(adapters or layer.merged_adapters)
         deltas = {
             "weight": tuple(self._delta(layer, name) for name in adapters),
             "bias": tuple(_bias(layer, name, prefix) for name in adapters if layer.lora_bias.get(name)),
@@ -192,18 +197,17 @@ class _Walk:
         """Active ones that this layer has and that its base does not hold yet."""
         kind = self._kind(layer)
         if kind not in (self._linear, self._embedding):
-            raise refuse("adapter_unsupported", f"{prefix} is a {type(layer).__name__} of {kind.__module__}")
+            raise _refuse(prefix, f"a {type(layer).__name__} of {kind.__module__}")
         if layer.disable_adapters:
-            raise refuse("adapter_unsupported", f"{prefix}: its adapters are switched off")
+            raise _refuse(prefix, "its adapters are switched off")
         strange = sorted(set(layer.merged_adapters) - set(layer.active_adapters))
         if strange:
-            raise refuse("adapter_unsupported", f"{prefix}: {strange[0]} is merged into the base and not active")
+            raise _refuse(prefix, f"{strange[0]} is merged into the base and not active")
         held = layer.lora_embedding_A if kind is self._embedding else layer.lora_A
         found = [name for name in layer.active_adapters if name in held and name not in layer.merged_adapters]
         for name in found:
             if name in layer.lora_variant:
-                text = f"{prefix}: {name} is a {type(layer.lora_variant[name]).__name__}"
-                raise refuse("adapter_unsupported", text)
+                raise _refuse(prefix, f"{name} is a {type(layer.lora_variant[name]).__name__}")
         return found
 
     def _kind(self, layer: Any) -> type:
@@ -214,17 +218,17 @@ class _Walk:
 
 def _bias(layer: Any, name: str, prefix: str) -> Delta:
     if getattr(layer.get_base_layer(), "bias", None) is None:
-        raise refuse("adapter_unsupported", f"{prefix}: {name} has a bias, and its base has none to add it to")
+        raise _refuse(prefix, f"{name} has a bias, and its base has none to add it to")
     return Delta(layer.lora_B[name].bias, None, layer.scaling[name], False)
 
 
 def _saved_module(wrapper: Any, prefix: str) -> torch.nn.Module:
     """The trained copy of the active adapter; the original where no active one has a copy."""
     if wrapper.disable_adapters:
-        raise refuse("adapter_unsupported", f"{prefix}: its adapters are switched off")
+        raise _refuse(prefix, "its adapters are switched off")
     found = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
     if len(found) > 1:
-        raise refuse("adapter_unsupported", f"{prefix}: {' and '.join(found)} both replace it")
+        raise _refuse(prefix, f"{' and '.join(found)} both replace it")
     module: torch.nn.Module = wrapper.modules_to_save[found[0]] if found else wrapper.original_module
     return module
 
@@ -234,6 +238,11 @@ def _own(module: torch.nn.Module, prefix: str) -> Iterator[Entry]:
     for name, tensor in {**module._parameters, **module._buffers}.items():
         if tensor is not None and name not in module._non_persistent_buffers_set:
             yield Entry(_join(prefix, name), tensor)
+
+
+def _refuse(prefix: str, why: str) -> Rejected:
+    """Of the layer at `prefix`."""
+    return refuse("adapter_unsupported", why, tensor=clean_name(prefix))
 
 
 def _join(prefix: str, name: str) -> str:
