@@ -10,7 +10,8 @@ import torch
 from transports.local.cuda import CudaDevice
 from transports.local.device import Device, DeviceReceiverMemory, DeviceSenderMemory
 from transports.local.hub import LocalHub
-from transports.local.sender import PATIENCE_S, LocalSender
+from transports.local.messages import PATIENCE_S
+from transports.local.sender import LocalSender
 
 __all__ = ["CudaIpcHub", "CudaIpcSender"]
 
@@ -36,7 +37,7 @@ class CudaIpcSender(LocalSender):
 
 
 class CudaIpcHub(LocalHub):
-    """`memory`: a stand-in for the device."""
+    """Options as those of `SharedMemoryHub`. `memory`: a stand-in for the device."""
 
-    def __init__(self, *, patience_s: float = PATIENCE_S, memory: Device | None = None) -> None:
+    def __init__(self, *, patience_s: float | None = None, memory: Device | None = None) -> None:
         super().__init__(DeviceReceiverMemory(memory or CudaDevice()), patience_s=patience_s)

@@ -12,8 +12,8 @@ import torch
 
 from transports.local.hub import LocalHub
 from transports.local.memfd import SealedFile, open_sealed
-from transports.local.messages import BufferDescriptor, DeviceBuffer, FileBuffer, Hello
-from transports.local.sender import PATIENCE_S, LocalSender
+from transports.local.messages import PATIENCE_S, BufferDescriptor, DeviceBuffer, FileBuffer, Hello
+from transports.local.sender import LocalSender
 from updater.core.errors import Aborted, Failure
 
 __all__ = ["SharedMemoryHub", "SharedMemorySender"]
@@ -30,9 +30,9 @@ class SharedMemorySender(LocalSender):
 
 
 class SharedMemoryHub(LocalHub):
-    """`patience_s`: how long to wait for a sender before it has said anything."""
+    """`patience_s`: how long to wait for a sender that says nothing; None: 30 s, and then as long as it asks for."""
 
-    def __init__(self, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, *, patience_s: float | None = None) -> None:
         super().__init__(_FileReceiver(), patience_s=patience_s)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from transports.local.addresses import connect
 from transports.local.channel import SENDER_LIMIT, Alarm, Channel, wait
 from transports.local.memory import ReceiverMemory
+from transports.local.messages import PATIENCE_S
 from transports.local.receiver import Link, LocalReceiver
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
@@ -23,7 +24,7 @@ class LocalHub:
     somebody happens to need the hub again.
     """
 
-    def __init__(self, memory: ReceiverMemory, *, patience_s: float) -> None:
+    def __init__(self, memory: ReceiverMemory, *, patience_s: float | None) -> None:
         self.memory = memory
         self.patience_s = patience_s
         self._lock = threading.Lock()
@@ -41,7 +42,8 @@ class LocalHub:
             link.close()
         if found is not None:
             return found
-        sock = connect(offer.address, self.patience_s, should_stop)
+        patience_s = PATIENCE_S if self.patience_s is None else self.patience_s
+        sock = connect(offer.address, patience_s, should_stop)
         return Link(Channel(sock, SENDER_LIMIT, descriptors=True), self.memory, offer.address, offer.session)
 
     def keep(self, link: Link) -> None:

@@ -35,6 +35,7 @@ class Meeting:
         self._memory = memory
         self._opening = opening
         self.peers = list(peers)
+        self._answered: set[int] = set()
         self._refusals: list[Failure] = []
 
     def run(self, wait: Wait, deadline: float) -> dict[int, Peer]:
@@ -64,9 +65,7 @@ class Meeting:
         return {peer.number: peer for peer in self.peers if peer.number is not None}
 
     def _missing(self) -> set[int]:
-        return set(range(self._offer.receivers)) - {
-            peer.number for peer in self.peers if peer.answered and peer.number is not None
-        }
+        return set(range(self._offer.receivers)) - self._answered
 
     def _late(self, missing: set[int]) -> Aborted:
         met = {peer.number for peer in self.peers}
@@ -109,7 +108,7 @@ class Meeting:
                     return
         except Gone:
             self._forget(peer)
-            if peer.number is not None:
+            if peer.number is not None and not peer.refused:
                 raise named(self._offer, "peer_lost", [peer.number], "closed its connection") from None
         except wire.WireError as error:
             if peer.number is not None:
@@ -122,19 +121,21 @@ class Meeting:
                 self._greet(peer, message)
             else:
                 self._forget(peer, message)
-        elif isinstance(message, Answer) and not peer.answered:
-            peer.answered = True
+        elif isinstance(message, Answer) and peer.number not in self._answered:
+            self._answered.add(peer.number)
+            peer.refused = bool(message.failures)
             self._refusals += [place(self._offer, peer.number, failure) for failure in message.failures]
         elif isinstance(message, Goodbye):
             self._forget(peer, message)
-            raise gave_up(self._offer, peer.number, message)
+            if not peer.refused:
+                raise gave_up(self._offer, peer.number, message)
         else:
             raise out_of_turn(self._offer, peer.number, message)
 
     def _greet(self, peer: Peer, hello: Hello) -> None:
         why = self._misplaced(hello)
         if why:
-            self._dismiss(peer, Failure("stream_mismatch", why))
+            self._dismiss(peer, Failure("peer_lost", why))
             return
         peer.number = hello.number
         unable = self._memory.accepts(hello)

@@ -19,8 +19,13 @@ from updater.core.errors import Failure
 
 #: Grows with every change that an older side would misunderstand.
 PROTOCOL = 1
+#: How long either side waits for the other, bucket by bucket, unless it is told otherwise.
+PATIENCE_S = 30.0
 #: Patience that a sender may ask of its receivers, in seconds.
 LONGEST_PATIENCE_S = 3600.0
+
+#: Codes that a sender passes on as they are; whatever else ended an update is `peer_lost` to those who did no wrong.
+TOLD = ("stream_mismatch", "transport_unsupported")
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 Count = Annotated[int, Field(ge=0)]

@@ -15,14 +15,14 @@ from updater.core.participant import StreamOffer
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One connection. `number`: its seat in the update that runs; `acknowledged`: buckets; `given`: what was described
-    to it, of the set of buffers numbered `buffers`.
+    """One connection. `number`: its seat in the update that runs; `refused`: the plan; `acknowledged`: buckets;
+    `given`: what was described to it, of the set of buffers numbered `buffers`.
     """
 
     channel: Channel
     pid: int
     number: int | None = None
-    answered: bool = False
+    refused: bool = False
     acknowledged: int = 0
     buffers: int = 0
     given: list[tuple[SenderBuffer, BufferDescriptor]] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Peer:
         return self.channel.fileno()
 
     def next_update(self) -> None:
-        self.number, self.answered, self.acknowledged = None, False, 0
+        self.number, self.refused, self.acknowledged = None, False, 0
 
     def hang_up(self, *failures: Failure) -> None:
         """Tell why and close. Never waits."""

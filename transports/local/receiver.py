@@ -15,7 +15,18 @@ from transports.buckets import Bucket, Chunk, StreamPlan
 from transports.digest import tensor_digest, to_hex
 from transports.local.channel import Channel, Gone, wait
 from transports.local.memory import ReceiverMemory
-from transports.local.messages import Ack, Announce, Answer, Buffers, Goodbye, Hello, Message, StreamOpening
+from transports.local.messages import (
+    PATIENCE_S,
+    TOLD,
+    Ack,
+    Announce,
+    Answer,
+    Buffers,
+    Goodbye,
+    Hello,
+    Message,
+    StreamOpening,
+)
 from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.core.participant import StreamOffer
@@ -103,7 +114,7 @@ class Links(Protocol):
     """What a receiver asks of its hub."""
 
     memory: ReceiverMemory
-    patience_s: float
+    patience_s: float | None
 
     def take(self, offer: StreamOffer, should_stop: Callable[[], bool]) -> Link:
         """A kept one of this session, or a new one. Raises Aborted, Cancelled."""
@@ -135,18 +146,22 @@ class LocalReceiver:
         try:
             runtime = f"torch {torch.__version__}"
             link.channel.post(Hello(self._offer.session, self._number, os.getpid(), devices, handle_format, runtime))
-            opening = link.hear(StreamOpening, self._links.patience_s, should_stop)
+            own = self._links.patience_s
+            opening = link.hear(StreamOpening, PATIENCE_S if own is None else own, should_stop)
             self._judge(link, opening, expected)
-            received, patience = 0, opening.begin_within_s + opening.patience_s
+            usual = opening.patience_s if own is None else min(own, opening.patience_s)
+            received, patience = 0, opening.begin_within_s + usual
             for bucket in opening.plan.buckets:
                 announce = link.hear(Announce, patience, should_stop)
-                patience = opening.patience_s
+                patience = usual
                 data = _located(link.buffers, bucket, announce)
                 with memory.taking():
                     _compared(announce, data)
-                    received += _taken(bucket, data, take, progress, should_stop)
+                    _take_all(bucket, data, take, should_stop)
                 del data
                 link.channel.post(Ack(bucket.index))
+                progress(bucket.nbytes)
+                received += bucket.nbytes
             self._done = True
             return received
         except BaseException as error:
@@ -186,9 +201,8 @@ class LocalReceiver:
 
 
 def _farewell(message: Goodbye) -> str:
-    """A refusal of this receiver keeps its code; everything else means that the sender is gone."""
-    kept = ("stream_mismatch", "transport_unsupported")
-    return next((each.code for each in message.failures if each.code in kept), "peer_lost")
+    """What is wrong with the stream keeps its code; everything else means that the sender is gone."""
+    return next((each.code for each in message.failures if each.code in TOLD), "peer_lost")
 
 
 def _located(buffers: Sequence[torch.Tensor], bucket: Bucket, announce: Announce) -> torch.Tensor:
@@ -208,21 +222,13 @@ def _compared(announce: Announce, data: torch.Tensor) -> None:
         raise Aborted(Failure("tensor_digest", f"bucket {announce.bucket} is not what the sender put there"))
 
 
-def _taken(
-    bucket: Bucket,
-    data: torch.Tensor,
-    take: Callable[[Chunk, torch.Tensor], None],
-    progress: Callable[[int], None],
-    should_stop: Callable[[], bool],
-) -> int:
-    received = 0
+def _take_all(
+    bucket: Bucket, data: torch.Tensor, take: Callable[[Chunk, torch.Tensor], None], should_stop: Callable[[], bool]
+) -> None:
     for chunk in bucket.chunks:
         if should_stop():
             raise Cancelled
         take(chunk, data[chunk.offset : chunk.offset + chunk.nbytes])
-        progress(chunk.nbytes)
-        received += chunk.nbytes
-    return received
 
 
 def _reasons(error: BaseException) -> tuple[Failure, ...]:

@@ -18,6 +18,8 @@ from transports.local.meeting import Meeting
 from transports.local.memory import SenderBuffer, SenderMemory
 from transports.local.messages import (
     LONGEST_PATIENCE_S,
+    PATIENCE_S,
+    TOLD,
     Ack,
     Announce,
     Buffers,
@@ -31,7 +33,6 @@ from updater import wire
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
 
-PATIENCE_S = 30.0
 #: One to be filled while the other is copied out of.
 BUFFERS = 2
 
@@ -107,7 +108,7 @@ class LocalSender:
             self._in_turn(run, bucket)
             which = bucket.index % len(self._buffers)
             if run.behind(run.sent - len(self._buffers) + 1):
-                raise _misused(f"bucket {bucket.index} sent into a buffer that was not asked for")
+                raise _broken_plan(f"bucket {bucket.index} lies in a buffer that is still in use")
             self._memory.filled()
             data = self._buffers[which].tensor[: bucket.nbytes]
             digest = to_hex(tensor_digest(data)) if self._digests else ""
@@ -123,7 +124,7 @@ class LocalSender:
         with self._ending_badly():
             run = self._running()
             if run.sent < len(run.plan.buckets):
-                raise _misused(f"{run.sent} of {len(run.plan.buckets)} buckets were sent")
+                raise _broken_plan(f"{run.sent} of {len(run.plan.buckets)} buckets were sent")
             self._until_acknowledged(run, run.sent, deadline_s)
             with self._lock:
                 if self._aborted:
@@ -165,7 +166,7 @@ class LocalSender:
     def _in_turn(self, run: _Round, bucket: Bucket) -> None:
         planned = run.plan.buckets[run.sent] if run.sent < len(run.plan.buckets) else None
         if bucket != planned:
-            raise _misused(f"bucket {bucket.index} out of turn")
+            raise _broken_plan(f"bucket {bucket.index} of {bucket.nbytes} bytes is not the next one of the plan")
 
     def _make_room(self, plan: StreamPlan) -> None:
         """Buffers are kept while they suffice."""
@@ -242,7 +243,8 @@ class LocalSender:
             yield
         except BaseException as error:
             why = error.failures[0] if isinstance(error, Aborted) else Failure("internal", type(error).__name__)
-            self._end(Failure("peer_lost", f"the sender ended the update: {why.code}: {why.message}"))
+            code = why.code if why.code in TOLD else "peer_lost"
+            self._end(Failure(code, f"the sender ended the update: {why.code}: {why.message}"))
             raise
 
     def _end(self, why: Failure) -> None:
@@ -268,6 +270,10 @@ def _check(plan: StreamPlan) -> None:
 
 def _misused(why: str) -> Aborted:
     return Aborted(Failure("wrong_phase", why))
+
+
+def _broken_plan(why: str) -> Aborted:
+    return Aborted(Failure("stream_mismatch", why))
 
 
 def _client_abort(reason: str) -> Aborted:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from transports.local.device import HANDLE_BYTES, PLAIN, Exported
-from transports.local.memfd import SealedFile, mapped
+from transports.local.memfd import mapped
 
 __all__ = ["FakeDevice"]
 
@@ -33,8 +33,8 @@ class FakeDevice:
         self.kind = kind
         self.unable = unable
         self.opened = self.closed = self.copies = 0
-        self._files: dict[int, SealedFile] = {}
-        self._counters = SealedFile(8 * _COUNTERS)
+        self._files: dict[int, _File] = {}
+        self._counters = _File(8 * _COUNTERS)
         self._exports = 0
 
     def refusal(self) -> str:
@@ -50,12 +50,9 @@ class FakeDevice:
         return self.visible[0]
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        file = SealedFile(nbytes)
-        tensor = file.tensor
-        if tensor is None:
-            raise MemoryError
-        self._files[tensor.data_ptr()] = file
-        return tensor
+        file = _File(nbytes)
+        self._files[file.tensor.data_ptr()] = file
+        return file.tensor
 
     def export(self, tensor: torch.Tensor) -> Exported:
         file = self._files[tensor.untyped_storage().data_ptr()]
@@ -88,10 +85,8 @@ class FakeDevice:
         self.copies += 1
 
     def collect(self) -> None:
-        """Forget the allocations that nobody has open."""
+        """Forget the allocations, if nobody has one open."""
         if not self.outstanding():
-            for file in self._files.values():
-                file.close()
             self._files.clear()
 
     def outstanding(self) -> list[int]:
@@ -99,14 +94,22 @@ class FakeDevice:
         return [int(count) for count in self._counts()[: self._exports] if count]
 
     def _counts(self) -> torch.Tensor:
-        tensor = self._counters.tensor
-        if tensor is None:
-            raise MemoryError
-        return tensor.view(torch.int64)
+        return self._counters.tensor.view(torch.int64)
 
     def _close(self, counts: torch.Tensor, number: int) -> None:
         counts[number] -= 1
         self.closed += 1
+
+
+class _File:
+    """A memory file, closed with the last reference."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.number = os.memfd_create("fake-device", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.number)
+        os.ftruncate(self.number, nbytes)
+        self.tensor = mapped(self.number, nbytes, writable=True)
 
 
 def _reach(pid: int, number: int, nbytes: int) -> torch.Tensor:

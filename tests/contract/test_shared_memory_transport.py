@@ -1,0 +1,24 @@
+"""The suite of streams over shared memory, and over device memory that is not there."""
+
+from __future__ import annotations
+
+from transports.cuda_ipc import CudaIpcHub, CudaIpcSender
+from transports.local.testing import FakeDevice
+from transports.shared_memory import SharedMemoryHub, SharedMemorySender
+from transports.stream_contract import StreamContract
+
+
+class TestSharedMemory(StreamContract):
+    def sender(self) -> SharedMemorySender:
+        return SharedMemorySender()
+
+    def hub(self, stall_s: float) -> SharedMemoryHub:
+        return SharedMemoryHub(patience_s=stall_s)
+
+
+class TestDeviceMemory(StreamContract):
+    def sender(self) -> CudaIpcSender:
+        return CudaIpcSender(memory=FakeDevice())
+
+    def hub(self, stall_s: float) -> CudaIpcHub:
+        return CudaIpcHub(patience_s=stall_s, memory=FakeDevice())
