@@ -137,7 +137,6 @@ class StreamContract(TransportContract):
                 )
                 codes = {_code(receiver.error) for receiver in update.receivers}
                 assert codes <= wanted, (fault, codes)
-                assert codes & (wanted - {"peer_lost"} or wanted), (fault, codes)
                 assert isinstance(update.sender_error, Aborted) or fault == "dead", fault
                 assert sender.session != before or fault == "dead", fault
             if fault != "dead":
@@ -186,6 +185,7 @@ class StreamContract(TransportContract):
             alone = Receiving(hub, manifest_of(specs_of(_model(1))))
             alone.start(offer_of(sender, seats_for(1)), 0).join(60)
             assert _code(alone.error) == "peer_timeout"
+            sender.abort("the update ended without it")
             self._good(Transfer(sender, [hub], _model(2)).run())
         finally:
             hub.close()
@@ -206,14 +206,13 @@ class StreamContract(TransportContract):
             Transfer(sender, hubs, _model(1), deadline_s=SHORT_S).run(absent=(0,))
             stale, good = Receiving(hubs[0], manifest_of(specs_of(_model(1)))), Transfer(sender, hubs, _model(2))
             late = stale.start(old, 0)
-            if not late.is_alive():
-                assert stale.error is not None
-            fresh = self.hub(30.0)
-            good.receivers[0].hub = fresh
+            good.receivers[0].hub = fresh = self.hub(30.0)
             self._good(good.run())
-            late.join(60)
             fresh.close()
+            sender.close()  # it may have come when nobody looked any more
+            late.join(60)
             assert _code(stale.error) == "peer_lost"
+            assert stale.progress == []
 
     def test_a_plan_that_is_not_the_manifests_is_refused(self) -> None:
         """B098: another order is the sender's right; another name, dtype or shape is found before a byte moves."""

@@ -1,0 +1,157 @@
+"""One update as its sender sees it: waiting for receivers, hearing them, forming their group, posting buckets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from socket import socket
+
+import torch
+
+from transports.broadcast.groups import Broken, Forming, Group, Pending, Relay
+from transports.broadcast.messages import Goodbye, Key, encode
+from transports.broadcast.peers import Peer, named, reasons
+from transports.buckets import StreamPlan
+from transports.local.channel import Alarm, Gone, wait
+from updater import wire
+from updater.core.errors import Aborted, Failure
+from updater.core.participant import StreamOffer
+
+#: After a group broke: how long to wait for somebody's word why.
+LAST_WORDS_S = 1.0
+
+
+class Round:
+    """`aborted`: the reason for which this update is to end, or empty. `sent`: buckets posted."""
+
+    def __init__(self, offer: StreamOffer, plan: StreamPlan, alarm: Alarm, aborted: Callable[[], str]) -> None:
+        self.offer = offer
+        self.plan = plan
+        self.peers: dict[int, Peer] = {}
+        self.sent = 0
+        self._alarm, self._aborted = alarm, aborted
+        self._flying: Pending | None = None
+        self._forming: Forming | None = None
+
+    def form(self, make: Callable[[Relay], Group], deadline: float) -> Group:
+        """Until this side is in the group; the others say so themselves."""
+        self._forming = forming = Forming(make, self._alarm.ring)
+        for peer in self.peers.values():
+            self._pass_on(peer)
+        while True:
+            try:
+                for key, value in forming.outgoing():
+                    self.tell(encode(Key(key, value.hex())))
+                group = forming.group()
+                if group is not None:
+                    self._forming = None
+                    return group
+                self.hear(self.wait(self.peers.values(), deadline))
+            except Broken as error:
+                raise self._blame(error) from None
+            except TimeoutError:
+                late = [number for number, peer in self.peers.items() if not peer.formed]
+                raise named(self.offer, "peer_timeout", late, "did not join the group") from None
+
+    def post(self, group: Group, data: torch.Tensor, go: bytes, deadline: float) -> None:
+        """When the bucket before has left, and everybody has room for this one."""
+        self.settle(deadline)
+        self.until(lambda peer: peer.ready > self.sent, deadline, f"has no room for bucket {self.sent}")
+        self.tell(go)
+        try:
+            self._flying = group.broadcast(data, self._alarm.ring)
+        except Broken as error:
+            raise self._blame(error) from None
+        self.sent += 1
+
+    def settle(self, deadline: float) -> None:
+        """Until the bucket under way has left."""
+        while self._flying is not None:
+            try:
+                if self._flying.done():
+                    self._flying = None
+                    return
+                self.hear(self.wait(self.peers.values(), deadline, self._flying.poll_s))
+            except Broken as error:
+                raise self._blame(error) from None
+            except TimeoutError:
+                late = [n for n, peer in self.peers.items() if peer.ready <= self.sent] or list(self.peers)
+                raise named(self.offer, "peer_timeout", late, f"did not take bucket {self.sent - 1}") from None
+
+    def until(self, true: Callable[[Peer], bool], deadline: float, why: str) -> None:
+        """Raises Aborted `peer_timeout` with everybody of whom it is not true in time."""
+        while late := [number for number, peer in self.peers.items() if not true(peer)]:
+            try:
+                self.hear(self.wait(self.peers.values(), deadline))
+            except TimeoutError:
+                raise named(self.offer, "peer_timeout", late, why) from None
+
+    def tell(self, message: bytes, but: Peer | None = None) -> None:
+        for peer in self.peers.values():
+            if peer is not but:
+                peer.channel.say(message)
+
+    def wait(self, what: Iterable[Peer | socket], deadline: float, at_most: float | None = None) -> list[Peer | socket]:
+        """Those with something to say; nobody after `at_most` seconds, or when something happened in another thread.
+
+        Raises Aborted `client_abort` when told to end, TimeoutError when time is over.
+        """
+        left = deadline - time.monotonic()
+        ready = wait([*what, self._alarm], left if at_most is None else min(left, at_most))
+        if self._alarm in ready:
+            self._alarm.hush()
+        if reason := self._aborted():
+            raise Aborted(Failure("client_abort", reason))
+        if not ready and time.monotonic() >= deadline:
+            raise TimeoutError
+        return [each for each in ready if not isinstance(each, Alarm)]
+
+    def hear_now(self) -> None:
+        """Without waiting: who is gone is noticed while a trainer fills a buffer."""
+        with suppress(TimeoutError):
+            self.hear(self.wait(self.peers.values(), time.monotonic()))
+
+    def hear(self, ready: Iterable[Peer | socket]) -> None:
+        """Raises Aborted when one of them gave up, is gone, or talks nonsense."""
+        for peer in ready:
+            if isinstance(peer, Peer):
+                self._hear(peer)
+                self._pass_on(peer)
+
+    def drop(self) -> bool:
+        """Whether something was under way, whose memory must not be used again."""
+        if self._forming is not None:
+            self._forming.give_up()
+        return self._flying is not None
+
+    def _hear(self, peer: Peer) -> None:
+        try:
+            messages = peer.channel.said()
+        except Gone:
+            raise named(self.offer, "peer_lost", [peer.number], "closed its connection") from None
+        except wire.WireError as error:
+            raise named(self.offer, "stream_mismatch", [peer.number], f"said what is no message: {error}") from None
+        for message in messages:
+            if isinstance(message, Goodbye):
+                raise Aborted(*reasons(self.offer, peer.number, message))
+            if not peer.note(message):
+                raise named(self.offer, "stream_mismatch", [peer.number], f"said {message.kind} out of turn")
+
+    def _pass_on(self, peer: Peer) -> None:
+        while peer.keys:
+            key = peer.keys.popleft()
+            if self._forming is not None:
+                self._forming.relay.learn(key.name, bytes.fromhex(key.value))
+            self.tell(encode(key), but=peer)
+
+    def _blame(self, error: Broken) -> Aborted:
+        """A group tells that it broke, and not through whom: those who are gone or give up have a moment to be seen."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        with suppress(TimeoutError):
+            while True:
+                try:
+                    self.hear(self.wait(self.peers.values(), deadline))
+                except Aborted as found:
+                    return found
+        return Aborted(Failure("peer_lost", f"the group broke: {error}"))

@@ -1,0 +1,142 @@
+"""How a sender meets all receivers of an update: who has come, the plan, and what each thinks of it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterable
+
+from transports.broadcast.line import accepted, seats_digest
+from transports.broadcast.messages import PROTOCOL, Goodbye, Hello, Message
+from transports.broadcast.peers import Peer, named, reasons
+from transports.local.channel import RECEIVER_LIMIT, Gone
+from updater import wire
+from updater.core.errors import Aborted, Failure
+from updater.core.participant import StreamOffer
+
+#: Connections that have not said who they are; more are closed.
+STRANGERS = 1024
+#: After a first refusal: how long to wait for the opinions of the others.
+MORE_REFUSALS_S = 1.0
+
+#: (what to wait for, deadline) -> those with something to say; raises TimeoutError, or Aborted when told to end.
+Wait = Callable[[Iterable["Peer | socket.socket"], float], "list[Peer | socket.socket]"]
+
+
+class Meeting:
+    """`peers`: connections that are there already; after `gather` exactly those of the offer."""
+
+    def __init__(self, offer: StreamOffer, listener: socket.socket, peers: Iterable[Peer], wait: Wait) -> None:
+        self._offer = offer
+        self._seats = seats_digest(offer)
+        self._listener = listener
+        self._wait = wait
+        self.peers = list(peers)
+
+    def gather(self, deadline: float) -> dict[int, Peer]:
+        """Until every receiver has said Hello. Raises Aborted `peer_timeout`, `peer_lost`, `stream_mismatch`."""
+        self._admit()
+        while missing := set(range(self._offer.receivers)) - {peer.number for peer in self.peers}:
+            try:
+                ready = self._wait([self._listener, *self.peers], deadline)
+            except TimeoutError:
+                raise named(self._offer, "peer_timeout", missing, "did not come") from None
+            if self._listener in ready:
+                self._admit()
+            for peer in ready:
+                if isinstance(peer, Peer):
+                    self._greet(peer)
+        for peer in [peer for peer in self.peers if peer.hello is None]:
+            self._dismiss(peer, "not a receiver of this update")
+        return {peer.number: peer for peer in self.peers}
+
+    def agree(self, opening: bytes, deadline: float) -> None:
+        """The plan to everybody, until everybody has said yes. Raises Aborted as `gather`, with every refusal."""
+        for peer in self.peers:
+            peer.channel.say(opening)
+        refusals: list[Failure] = []
+        open_ones = list(self.peers)
+        until = deadline
+        while waiting := [peer for peer in open_ones if not peer.answered]:
+            try:
+                ready = self._wait(waiting, until)
+            except TimeoutError:
+                if refusals:
+                    break
+                late = [peer.number for peer in waiting]
+                raise named(self._offer, "peer_timeout", late, "did not answer the plan") from None
+            for said in ready:
+                found = self._answer(said) if isinstance(said, Peer) else []
+                if found:
+                    refusals += found
+                    open_ones = [each for each in open_ones if each is not said]
+                    until = min(until, time.monotonic() + MORE_REFUSALS_S)
+        if refusals:
+            raise Aborted(*refusals[:100])
+
+    def _admit(self) -> None:
+        for line in accepted(self._listener, RECEIVER_LIMIT):
+            peer = Peer(line)
+            self.peers.append(peer)
+            if sum(each.hello is None for each in self.peers) > STRANGERS:
+                self._dismiss(peer, "too many connections")
+
+    def _greet(self, peer: Peer) -> None:
+        """Before the plan a connection may end without harm: it may be a stranger's, or of an update before."""
+        try:
+            messages = peer.channel.said()
+        except Gone:
+            self._forget(peer)
+            return
+        except wire.WireError as error:
+            self._dismiss(peer, f"said what is no message: {error}")
+            return
+        for message in messages:
+            if isinstance(message, Goodbye) and peer.hello is not None:
+                raise Aborted(*reasons(self._offer, peer.number, message))
+            if isinstance(message, Goodbye):
+                self._forget(peer)
+                return
+            why = self._misplaced(message) if peer.hello is None else "said something out of turn"
+            if why or not isinstance(message, Hello):
+                self._dismiss(peer, why)
+                return
+            peer.hello = message
+
+    def _misplaced(self, message: Message) -> str:
+        if not isinstance(message, Hello):
+            return f"said {message.kind} before hello"
+        if message.protocol != PROTOCOL:
+            return f"this sender speaks protocol {PROTOCOL}, not {message.protocol}"
+        if message.session != self._offer.session:
+            return "the session of this offer is over"
+        if message.seats != self._seats or message.number >= self._offer.receivers:
+            return "was given other seats"
+        if any(peer.number == message.number for peer in self.peers):
+            return f"receiver {message.number} is there already"
+        return ""
+
+    def _answer(self, peer: Peer) -> list[Failure]:
+        """Refusals. Who said yes goes on at once, so there may be more in what it said."""
+        try:
+            for message in peer.channel.said():
+                if isinstance(message, Goodbye):
+                    return reasons(self._offer, peer.number, message)
+                if not peer.note(message):
+                    return self._against(peer, "stream_mismatch", f"said {message.kind} out of turn")
+        except Gone:
+            return self._against(peer, "peer_lost", "closed its connection")
+        except wire.WireError as error:
+            return self._against(peer, "stream_mismatch", f"said what is no message: {error}")
+        return []
+
+    def _against(self, peer: Peer, code: str, why: str) -> list[Failure]:
+        return list(named(self._offer, code, [peer.number], why).failures)
+
+    def _dismiss(self, peer: Peer, why: str) -> None:
+        self.peers.remove(peer)
+        peer.hang_up(Failure("peer_lost", why))
+
+    def _forget(self, peer: Peer) -> None:
+        self.peers.remove(peer)
+        peer.channel.close()
