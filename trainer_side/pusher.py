@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 import torch
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 #: Folder for pushed checkpoints, where `directory` is not given. The coordinator must have it among its roots.
 DIRECTORY_ENV = "LIVEWEIGHTS_DIRECTORY"
-Transport = Literal["auto", "disk", "broadcast", "shared_memory", "cuda_ipc"]
 Weights = WeightSource | Mapping[str, torch.Tensor] | torch.nn.Module | str | os.PathLike[str]
 Progress = Callable[[int], None]
 
@@ -79,7 +78,7 @@ class Pusher:
         url: str | None = None,
         token: str | None = None,
         *,
-        transport: Transport = "auto",
+        transport: str = "auto",
         directory: str | os.PathLike[str] | None = None,
         config_from: str | os.PathLike[str] | None = None,
         keep: int = 2,
@@ -292,7 +291,7 @@ def push(
     *,
     url: str | None = None,
     token: str | None = None,
-    transport: Transport = "auto",
+    transport: str = "auto",
     directory: str | os.PathLike[str] | None = None,
     config_from: str | os.PathLike[str] | None = None,
     policy: Policy | Mapping[str, Any] | None = None,
@@ -347,7 +346,7 @@ def push_async(
     *,
     url: str | None = None,
     token: str | None = None,
-    transport: Transport = "auto",
+    transport: str = "auto",
     directory: str | os.PathLike[str] | None = None,
     config_from: str | os.PathLike[str] | None = None,
     policy: Policy | Mapping[str, Any] | None = None,

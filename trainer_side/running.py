@@ -117,6 +117,8 @@ class RunningUpdate:
     def close(self) -> None:
         """Follow it no longer. Returns when both threads have ended."""
         self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
         self._cut()
         for thread in self._threads:
             if thread is not threading.current_thread():  # a hook may close what it was called by
@@ -172,6 +174,13 @@ class RunningUpdate:
             self._changed.notify_all()
         self._on_end(error.code)
 
+    def _lose_unless_told(self, error: LiveweightsError) -> None:
+        """The events may yet bring the receipt."""
+        with self._changed:
+            told = self._changed.wait_for(lambda: self._over or self._closing.is_set(), END_S)
+        if not told:
+            self._lose(error)
+
     def _renew(self, lease_s: float) -> None:
         """A third of the lease apart. Once it has run out unrenewed the update is over, told or not."""
         renewed = time.monotonic()
@@ -184,7 +193,8 @@ class RunningUpdate:
                 renewed = asked
             except Unavailable as error:
                 if time.monotonic() - renewed >= lease_s:
-                    self._lose(error)
+                    self._on_end("lease_expired")
+                    self._lose_unless_told(error)
                     return
             except LiveweightsError as error:
                 # It has ended; the events bring the receipt, and the stream stops now.

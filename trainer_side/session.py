@@ -41,6 +41,7 @@ STALL_S = 30.0
 LEASE_S = 60.0
 #: After a failure of the transport: how long the coordinator is left to learn the cause from its own side.
 CAUSE_S = 2.0
+_OF_PEERS = ("peer_lost", "peer_timeout")
 _UNSEALED = ("queued", "planning", "staging")
 
 
@@ -100,6 +101,7 @@ class UpdateSession:
         self._running: RunningUpdate | None = None
         self._opened = False  # the sender has met, or tried to meet, the receivers
         self._sealed = False
+        self._asked = False  # that the update end, by this session
         self._over = False  # the sender is done with it, one way or the other
 
     # -- the steps
@@ -189,6 +191,7 @@ class UpdateSession:
         """End the update and return what it ended as. `cause`: why, if the reason lies on this side."""
         running = self._begun()
         told = running.abort()
+        self._asked = self._asked or told is None
         self._release()
         return self._explained(cause or told, self._settled())
 
@@ -242,7 +245,7 @@ class UpdateSession:
 
     def _stop_sender(self, reason: str) -> None:
         """Called by the update's threads when it has ended: whoever is inside the sender comes back now."""
-        if self._opened and not self._over:
+        if not self._over:
             self._sender.abort(f"the update ended: {reason}")
 
     def _guard(self, work: Callable[[], T]) -> T:
@@ -259,7 +262,8 @@ class UpdateSession:
         running = self._begun()
         running.reached(lambda state: state.phase not in _UNSEALED, CAUSE_S)
         if running.state.phase in _UNSEALED:
-            running.abort()  # before the receivers hear of it, whose word for it would be the sender's silence
+            # Before the receivers hear of it, whose word for it would be the sender's silence.
+            self._asked = running.abort() is None
         self._release()
         return self._explained(error, self._settled())
 
@@ -282,13 +286,13 @@ class UpdateSession:
 
     def _explained(self, here: LiveweightsError | None, there: LiveweightsError | None) -> LiveweightsError:
         """One error of two views. The cause comes first: what was seen here, if the coordinator only knows that it was
-        told to stop; else what it says, and then whom the transport names beside that."""
+        told to stop from here, or what receivers heard from the sender; else what it says."""
         if there is None:
             return here or Unavailable(Failure("unreachable", "how the update ended is not known"))
         mine = () if here is None else here.failures
         told = [failure for failure in mine if failure.code != "client_abort"]
-        asked = there.code == "client_abort"
-        failures = (*(told or mine), *there.failures) if asked else (*there.failures, *told)
+        echo = there.code in _OF_PEERS or (self._asked and there.code == "client_abort")
+        failures = (*(told or mine), *there.failures) if echo else (*there.failures, *told)
         kind = type(there)
         return kind(*dict.fromkeys(failures), live_version=there.live_version, receipt=there.receipt)
 
