@@ -43,6 +43,10 @@ def as_source(
     """
     casts = Casts.of(dtypes)
     if isinstance(weights, torch.nn.Module):
+        from trainer_side.megatron import is_megatron
+
+        if is_megatron(weights):  # its state is one shard, under names that no engine loads
+            raise refuse("bad_request", "a Megatron model: give trainer_side.megatron.MegatronSource(model, ...)")
         return module_source(weights, casts, group=group, sender_rank=sender_rank)
     if isinstance(weights, Mapping):
         return state_dict_source(weights, casts, group=group, sender_rank=sender_rank)
