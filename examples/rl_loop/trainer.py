@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer_side import Receipt, push
+from trainer_side.pusher import Pusher
+from trainer_side.sources import as_source
 from updater.core.version import Version
 
 PROMPTS, GROUP = 6, 8  # completions of a step: their product
@@ -47,8 +48,8 @@ class Batch:
 class Trainer:
     """One run from random weights."""
 
-    def __init__(self, asked: argparse.Namespace, seed: int, mesh: DeviceMesh) -> None:
-        self.asked, self.seed = asked, seed
+    def __init__(self, asked: argparse.Namespace, seed: int, mesh: DeviceMesh, pusher: Pusher) -> None:
+        self.asked, self.seed, self.pusher = asked, seed, pusher
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(seed)  # equal on all ranks: each keeps its shard of the same weights
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(asked.model), dtype=torch.float32)
@@ -62,7 +63,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Every step of it, on rank 0 with its figures."""
         oldest = self._publish(0, {"new_run": True})[0]
-        run = Version.parse(oldest).run if self.rank == 0 else 0
+        run = Version.parse(oldest).run
         steps = []
         for step in range(1, self.asked.steps + 1):
             began = time.perf_counter()
@@ -119,18 +120,9 @@ class Trainer:
         self.optimiser.step()
 
     def _publish(self, version: int | str, policy: dict[str, Any]) -> tuple[str, float]:
-        """Publish what the optimiser made, in the engine's dtype. (version, pause in ms) on rank 0."""
-        weights = {name: self._whole(tensor) for name, tensor in self.model.state_dict().items()}
-        if self.rank:
-            return "", 0.0
-        receipt: Receipt = push(
-            weights, version, url=self.asked.coordinator, directory=self.asked.work / "pushed", policy=policy
-        )
+        """Publish what the optimiser made, in the engine's dtype: all ranks together. (version, pause in ms)."""
+        receipt = self.pusher.push(as_source(self.model, dtypes={"*": "BF16"}), version, policy=policy)
         return receipt.version, receipt.pause.pause_ms if receipt.pause else 0.0
-
-    def _whole(self, tensor: Any) -> torch.Tensor:
-        full: torch.Tensor = tensor.detach().full_tensor()
-        return full.to(torch.bfloat16)
 
 
 def main() -> int:
@@ -148,7 +140,9 @@ def main() -> int:
     dist.init_process_group("gloo")
     try:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        runs = [Trainer(asked, seed, mesh).run() for seed in asked.seed]
+        folder = {"directory": asked.work / "pushed"} if asked.transport == "disk" else {}
+        with Pusher(asked.coordinator, transport=asked.transport, **folder) as pusher:
+            runs = [Trainer(asked, seed, mesh, pusher).run() for seed in asked.seed]
         if dist.get_rank() == 0:
             (asked.work / "runs.json").write_text(json.dumps(runs))
     finally:
