@@ -39,6 +39,7 @@ class Channel:
         self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
         self.descriptors: deque[int] = deque()  # that came; whoever takes one closes it
         self.truncated = False  # a descriptor came that this process could not hold
+        self.spoilt: wire.WireError | None = None  # what came is no message: nothing after it is read
         self.ended = False  # the other side has hung up; there may be messages from before that
         self.closed = False
 
@@ -71,14 +72,19 @@ class Channel:
                 self._out.appendleft((data[sent:], ()))
 
     def messages(self) -> list[Message]:
-        """What has come since the last call. Raises Gone when there is nothing and nothing can come any more, and
-        `wire.WireError` for what is no message.
+        """What has come since the last call. When that is nothing, raises `wire.WireError` for what is no message, and
+        Gone when nothing can come any more.
         """
-        while not self.ended and self._read():
-            pass
         found: list[Message] = []
-        while (frame := self._frame()) is not None:
-            found.append(decode(frame))
+        try:
+            while self.spoilt is None and not self.ended and self._read():
+                pass
+            while self.spoilt is None and (frame := self._frame()) is not None:
+                found.append(decode(frame))
+        except wire.WireError as error:
+            self.spoilt = error
+        if not found and self.spoilt is not None:
+            raise self.spoilt
         if not found and self.ended:
             raise Gone
         return found
@@ -143,16 +149,18 @@ def wait(what: Iterable[W], timeout_s: float) -> list[W]:
     """
     by_number = {each.fileno(): each for each in what if each.fileno() >= 0}
     poll = select.poll()
+    ready = []
     for number, each in by_number.items():
         channel = _channel(each)
         poll.register(number, select.POLLIN | (select.POLLOUT if channel and channel.unsent else 0))
-    ready = []
-    for number, event in poll.poll(max(0.0, timeout_s) * 1000):
+        if channel and channel.spoilt:
+            ready.append(each)
+    for number, event in poll.poll(0.0 if ready else max(0.0, timeout_s) * 1000):
         each = by_number[number]
         channel = _channel(each)
         if event & select.POLLOUT and channel:
             channel.flush()
-        if event & ~select.POLLOUT:
+        if event & ~select.POLLOUT and each not in ready:
             ready.append(each)
     return ready
 

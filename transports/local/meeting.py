@@ -92,13 +92,18 @@ class Meeting:
         """Hear what was said before this meeting; who said something and is gone already belonged to an earlier one."""
         try:
             said = peer.channel.messages()
-        except (Gone, wire.WireError):
+        except Gone:
             said = []
+        except wire.WireError as error:
+            self._dismiss(peer, Failure("stream_mismatch", str(error)))
+            return
         if peer.channel.ended:
             self._forget(peer, *said)
             return
         for message in said:
             self._take(peer, message)
+            if peer.channel.closed:
+                return
 
     def _hear(self, peer: Peer) -> None:
         try:

@@ -1,19 +1,29 @@
-"""A device that is not there: `Device` over memory files that any process of this user can open by handle."""
+"""A device that is not there, over memory files that any process of this user can open by handle; and a sender that
+says what a test wants.
+"""
 
 from __future__ import annotations
 
 import os
 import struct
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
+from transports.buckets import StreamPlan
+from transports.local.addresses import Listener, fresh_address
+from transports.local.channel import RECEIVER_LIMIT, Channel, wait
 from transports.local.device import HANDLE_BYTES, PLAIN, Exported
 from transports.local.memfd import mapped
+from transports.local.messages import Answer, Hello, Message, StreamOpening
 
-__all__ = ["FakeDevice"]
+__all__ = ["FakeDevice", "ScriptedSender"]
+
+M = TypeVar("M", bound=Message)
 
 _COUNTERS = 4096
 
@@ -118,3 +128,51 @@ def _reach(pid: int, number: int, nbytes: int) -> torch.Tensor:
         return mapped(file, nbytes, writable=True)
     finally:
         os.close(file)
+
+
+class ScriptedSender:
+    """The sending end of one connection, message by message, right or wrong. `session`: what it calls itself."""
+
+    def __init__(self, session: str = "scripted") -> None:
+        self.session = session
+        self._listener = Listener(fresh_address())
+        self.channel: Channel | None = None
+        self._heard: deque[Message] = deque()
+
+    @property
+    def address(self) -> str:
+        return self._listener.address
+
+    def meet(self, plan: StreamPlan, digest: str | None = None, patience_s: float = 10.0) -> Answer:
+        """Take the first receiver in, say the plan, hear what it thinks of it."""
+        while self.channel is None:
+            wait([self._listener], 10.0)
+            for sock in self._listener.accept():
+                self.channel = Channel(sock, RECEIVER_LIMIT)
+        self.hear(Hello)
+        self.say(StreamOpening(plan, plan.digest if digest is None else digest, patience_s, patience_s))
+        return self.hear(Answer)
+
+    def say(self, message: Message | bytes, descriptors: Sequence[int] = ()) -> None:
+        self._met().post(message, descriptors)
+
+    def hear(self, kind: type[M]) -> M:
+        """The next message. Raises RuntimeError for one of another kind, `Gone`."""
+        channel = self._met()
+        while not self._heard:
+            wait([channel], 10.0)
+            self._heard.extend(channel.messages())
+        message = self._heard.popleft()
+        if not isinstance(message, kind):
+            raise RuntimeError(f"{message.kind} instead of {kind.__name__}")
+        return message
+
+    def close(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+        self._listener.close()
+
+    def _met(self) -> Channel:
+        if self.channel is None:
+            raise RuntimeError("nobody was met")
+        return self.channel
