@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
 
 from engine_adapter.placement.rows import CopyRow
+from transports.base import Box
 
 
 def target_region(parameter: torch.Tensor, row: CopyRow) -> torch.Tensor:
@@ -40,3 +41,10 @@ def blocks(size: Sequence[int], limit: int) -> list[tuple[slice, ...]]:
     step = max(1, limit // max(row, 1))
     rest = tuple(slice(0, n) for n in size[1:])
     return [(slice(low, min(size[0], low + step)), *rest) for low in range(0, size[0], step)]
+
+
+def pieces(box: Box, limit: int) -> Iterator[Box]:
+    """`box` in pieces of at most about `limit` elements, in the coordinates that `box` has."""
+    for cut in blocks(box.size, limit):
+        start = tuple(origin + piece.start for origin, piece in zip(box.start, cut, strict=True))
+        yield Box(start, tuple(piece.stop - piece.start for piece in cut))

@@ -10,13 +10,14 @@ import torch
 
 from engine_adapter.placement.boxes import Cuts, cells_within, first_overlap, intersect, relative
 from engine_adapter.placement.casts import Cast
-from engine_adapter.placement.regions import blocks, source_region
+from engine_adapter.placement.regions import pieces, source_region
 from engine_adapter.placement.rows import CopyRow
+from engine_adapter.rank.digests import parameter_digests, region_digest_until
 from engine_adapter.rank.messages import AtomDigest, TensorCuts
 from engine_adapter.rank.plan import Plan
 from engine_adapter.rank.replay import Stop
 from transports.base import Box, Cancelled, Read
-from transports.digest import add, region_digest, tensor_digest, to_hex
+from transports.digest import add, to_hex
 from transports.dtypes import TORCH_DTYPES, carrier
 from transports.stream import StreamSource
 from updater.core.errors import Aborted, Failure
@@ -36,15 +37,6 @@ class ReadBack:
 def read_back(plan: Plan, spare: Mapping[str, torch.Tensor], cuts: Sequence[TensorCuts], stop: Stop) -> ReadBack:
     """Raises `LiveweightsError`: cuts that do not fit, bytes that are not the cast of the source's, time."""
     return _Reader(plan, spare, {each.name: each.cuts for each in cuts}, stop).run()
-
-
-def parameter_digests(tensors: Mapping[str, torch.Tensor], stop: Stop) -> dict[str, int]:
-    """The digest of every tensor in its own coordinates."""
-    result = {}
-    for name, tensor in tensors.items():
-        stop.check()
-        result[name] = tensor_digest(tensor)
-    return result
 
 
 @dataclass(slots=True)
@@ -116,7 +108,7 @@ class _Reader:
             if common is None:
                 continue
             part = region[relative(common, box).slices()]
-            digest = region_digest(part, spec.shape, spec.dtype, common)
+            digest = region_digest_until(part, spec.shape, spec.dtype, common, self.stop)
             entry = cells.setdefault(cell, _Cell())
             entry.digest, entry.volume = add(entry.digest, digest), entry.volume + common.numel
             total = add(total, digest)
@@ -139,7 +131,7 @@ class _Reader:
         return tuple(atoms)
 
     def _from_source(self, spec: TensorSpec, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        for part in _cut(box):
+        for part in pieces(box, _BLOCK):
             block = torch.empty(part.size, dtype=TORCH_DTYPES[spec.dtype])
             try:
                 self.plan.source.read([Read(spec.name, part, block)], should_stop=self.stop)
@@ -173,14 +165,8 @@ def copy_numbers(rows: Sequence[CopyRow]) -> list[int]:
     return result
 
 
-def _cut(box: Box) -> Iterator[Box]:
-    for cut in blocks(box.size, _BLOCK):
-        start = tuple(origin + piece.start for origin, piece in zip(box.start, cut, strict=True))
-        yield Box(start, tuple(piece.stop - piece.start for piece in cut))
-
-
 def _blocks(box: Box, region: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-    for part in _cut(box):
+    for part in pieces(box, _BLOCK):
         yield part, region[relative(part, box).slices()]
 
 

@@ -97,6 +97,8 @@ class RankState:
         self.auditing.set()
         if not self.staging.acquire(timeout=_YIELD_S):
             raise failed("phase_timeout", "the staging thread is still at work")
+        # Again, under the lock: an audit that began since the first word has an end of its own to be told.
+        self.auditing.set()
         try:
             yield
         finally:

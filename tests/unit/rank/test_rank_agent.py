@@ -30,6 +30,8 @@ from engine_adapter.rank.messages import (
     RankStatus,
     RankVerify,
 )
+from engine_adapter.rank.spare import Spare
+from engine_adapter.rank.state import RankState
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import checkpoint, manifest_of, replica
 from transports.base import Read, ReadReport
@@ -638,6 +640,28 @@ def test_an_install_does_not_wait_for_an_audit(what: str, mode: InstallMode) -> 
     rank.resume(2)
     audits.clear()
     assert (rank.agent.audit(RankAudit("live")).checked, rank.agent.audit(RankAudit("spare")).checked) == (2, 2)
+
+
+def test_an_audit_that_begins_while_an_install_waits_for_the_lock_is_told_too() -> None:
+    """Else it would compare bytes that an exchange has begun to move with what they were."""
+    engine = BareEngine({"a": (3, 4)}, Rules(), dtypes=_F32)
+    state = RankState(engine, Spare(engine.parameters()))
+    begun: list[threading.Event] = []
+
+    class Lock:
+        """Given away only after an audit had it, which leaves its own event behind."""
+
+        def acquire(self, timeout: float) -> bool:
+            state.auditing = threading.Event()
+            begun.append(state.auditing)
+            return True
+
+        def release(self) -> None:
+            pass
+
+    state.staging = Lock()  # type: ignore[assignment]
+    with state.quiet():
+        assert begun[0].is_set()
 
 
 def test_a_plan_that_a_discard_overtook_opens_nothing() -> None:
