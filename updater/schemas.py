@@ -224,8 +224,18 @@ class OfferState(BaseModel):
     seats: list[SeatsState]
 
 
+class ProgressState(BaseModel):
+    """Bytes read and bytes planned, over all ranks of all members."""
+
+    done: int
+    total: int
+
+
 class UpdateState(BaseModel):
-    """An update that runs or ran. `offer`: of a running stream, from `staging` on. `receipt` once it ended."""
+    """An update that runs or ran. `offer`: of a running stream, from `staging` on. `receipt` once it ended.
+
+    `progress`: of a staging that takes longer than a moment.
+    """
 
     id: str
     serial: int
@@ -236,6 +246,7 @@ class UpdateState(BaseModel):
     lease_left_s: float | None
     phases_ms: dict[str, float]
     offer: OfferState | None = None
+    progress: ProgressState | None = None
     receipt: Receipt | None = None
 
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from updater.security import Tokens, check_bind
+from updater.security import ConfigurationError, Tokens, check_bind
 
 DEFAULT_PORT = 8700
 
@@ -51,9 +51,12 @@ class Settings:
     max_body: int = 4 << 20
     max_manifest: int = 64 << 20
     max_waiting: int = 8  # updates that wait for another one (`on_busy=wait`)
+    history: int = 1000  # requests whose receipts are kept whole; older ones leave a short one for a long time
 
     def __post_init__(self) -> None:
         check_bind(self.host, self.tokens)
+        if self.history < 1:
+            raise ConfigurationError("history: at least one request has to be kept")
 
     @property
     def allowed_roots(self) -> tuple[Path, ...]:

@@ -62,6 +62,14 @@ class Tokens:
     events: tuple[TokenEvent, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Event: `done` bytes of what update `serial` has to bring to this rank are read."""
+
+    serial: int
+    done: int
+
+
 #: Exit status of a rank whose engine said that it failed.
 ENGINE_FAILED = 71
 

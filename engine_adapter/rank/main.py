@@ -26,7 +26,7 @@ from typing import Any
 
 from engine_adapter.base import EngineFactory, RankEngine, TokenEvent
 from engine_adapter.rank.agent import STAGING_VERBS, RankAgent
-from engine_adapter.rank.channel import ChannelClosed, Frame, FrameKind, RankChannel
+from engine_adapter.rank.channel import ChannelClosed, ChannelError, Frame, FrameKind, RankChannel
 from engine_adapter.rank.control_messages import (
     CALLS,
     ENGINE_FAILED,
@@ -34,6 +34,7 @@ from engine_adapter.rank.control_messages import (
     CancelRequest,
     CancelStaging,
     Label,
+    Staged,
     StartServing,
     StopEngine,
     Tokens,
@@ -142,7 +143,11 @@ class RankProcess:
             if not isinstance(error, LiveweightsError | Cancelled | TimeoutError):
                 traceback.print_exc()
             answer = Frame.of(FrameKind.REFUSED, number, verb, Refused(failures_of(error)))
-        self._channel.send(answer)
+        try:
+            self._channel.send(answer)
+        except ChannelError as error:  # too long for a frame: the front must not wait for it
+            refused = Refused((Failure("body_too_large", str(error)),))
+            self._channel.send(Frame.of(FrameKind.REFUSED, number, verb, refused))
 
     def _watch(self, engine: RankEngine) -> None:
         """An engine that failed inside a process that lives would fail every request for ever: let the front learn of
@@ -174,7 +179,7 @@ class RankProcess:
     def _build(self, request: Build) -> Hello:
         spec = request.spec
         engine = load_factory(request.factory)(spec)
-        self._engine, self._agent = engine, RankAgent(engine)
+        self._engine, self._agent = engine, RankAgent(engine, tell=self._tell)
         parameters = engine.parameters()
         info = RankInfo(
             rank=spec.rank,
@@ -214,10 +219,16 @@ class RankProcess:
         if self._engine is not None:
             self._engine.stop(request.deadline_s)
 
+    def _tell(self, serial: int, done: int) -> None:
+        self._event("staged", Staged(serial, done))
+
     def _emit(self, event: TokenEvent) -> None:
-        # A front that is gone ends this process through the main thread; the engine's thread has nothing to add.
+        self._event("tokens", Tokens((event,)))
+
+    def _event(self, verb: str, message: Any) -> None:
+        # A front that is gone ends this process through the main thread; other threads have nothing to add.
         try:
-            self._channel.send(Frame.of(FrameKind.EVENT, 0, "tokens", Tokens((event,))))
+            self._channel.send(Frame.of(FrameKind.EVENT, 0, verb, message))
         except ChannelClosed:
             return
 

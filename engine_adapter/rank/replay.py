@@ -38,8 +38,16 @@ class Stop:
         return Aborted(Failure("phase_timeout", "the rank's time for this step is over"))
 
 
-def replay(plan: Plan, live: Mapping[str, torch.Tensor], spare: Mapping[str, torch.Tensor], stop: Stop) -> int:
+def replay(
+    plan: Plan,
+    live: Mapping[str, torch.Tensor],
+    spare: Mapping[str, torch.Tensor],
+    stop: Stop,
+    progress: Callable[[int], None],
+) -> int:
     """Fill the spare of a checked plan; bytes asked for. Raises `LiveweightsError`; the spare is then a mix.
+
+    `progress` hears increments of bytes.
 
     Fills and carried regions go first: no copy lies under one (see `check_destination`), so the order of the copies
     is the reader's to choose.
@@ -54,7 +62,7 @@ def replay(plan: Plan, live: Mapping[str, torch.Tensor], spare: Mapping[str, tor
     copies = [row for row in plan.placement.rows if isinstance(row, CopyRow) and row.source_box.numel]
     reads = [Read(row.source, row.source_box, target_region(spare[row.target], row), row.permute) for row in copies]
     try:
-        report = plan.source.read(reads, should_stop=stop)
+        report = plan.source.read(reads, progress=progress, should_stop=stop)
     except Cancelled:
         raise stop.error() from None
     plan.source.recheck()

@@ -6,8 +6,9 @@ All verbs run on one thread of their own, one at a time; `cancel` may be called 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from engine_adapter.rank.digests import parameter_digests
 from engine_adapter.rank.messages import (
     NamedDigest,
     RankAudit,
@@ -24,7 +25,8 @@ from engine_adapter.rank.messages import (
     RankVerifyReply,
 )
 from engine_adapter.rank.plan import Opener, Plan, make_plan
-from engine_adapter.rank.readback import parameter_digests, read_back
+from engine_adapter.rank.progress import Meter
+from engine_adapter.rank.readback import read_back
 from engine_adapter.rank.replay import Stop, replay
 from engine_adapter.rank.state import RankState, failed, wrong_phase
 from transports.digest import to_hex
@@ -36,10 +38,14 @@ _FOREVER = float("inf")
 
 
 class StagingHalf:
-    """`poison`: fill the spare with NaN before every staging; without it only where nobody promised digests."""
+    """`poison`: fill the spare with NaN before every staging; without it only where nobody promised digests.
 
-    def __init__(self, state: RankState, open_source: Opener, poison: bool) -> None:
+    `tell(serial, bytes)` hears now and then how far a staging is.
+    """
+
+    def __init__(self, state: RankState, open_source: Opener, poison: bool, tell: Callable[[int, int], None]) -> None:
         self._state = state
+        self._tell = tell
         self._open_source = open_source
         self._poison = poison
         self._planning: tuple[int, threading.Event] | None = None
@@ -88,7 +94,8 @@ class StagingHalf:
             state.spare_digests = state.voted = None
             if self._poison or not plan.sees_gaps:
                 state.spare.poison()
-            asked = replay(plan, state.spare.live, state.spare.spare, stop)
+            meter = Meter(lambda done: self._tell(request.serial, done), state.clock)
+            asked = replay(plan, state.spare.live, state.spare.spare, stop, meter)
             state.stage_reply = RankStageReply(asked, state.clock() - begun)
             return state.stage_reply
 

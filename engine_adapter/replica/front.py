@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine_adapter.rank.messages import Hello
@@ -103,12 +103,8 @@ class Front:
         return self.state.state is FrontState.OPEN and self._gate.is_open
 
     def status(self) -> FrontStatus:
-        return status(
-            self.state,
-            self._clock(),
-            in_flight=self._gate.in_flight,
-            waiting=self._gate.waiting,
-        )
+        said = status(self.state, self._clock(), in_flight=self._gate.in_flight, waiting=self._gate.waiting)
+        return replace(said, progress=self._work.progress())
 
     def describe(self) -> Description:
         first = self._identity.hellos[0]

@@ -12,6 +12,7 @@ from updater.core.participant import (
     PauseRequest,
     PlanReply,
     PlanRequest,
+    Progress,
     ReleaseTo,
     ResumeRequest,
     StageReply,
@@ -49,6 +50,8 @@ class Ranks(Protocol):
     async def discard(self, serial: int) -> None: ...
 
     def cancel(self, serial: int) -> None: ...
+
+    def progress(self) -> Progress | None: ...
 
     async def audit(self, what: str) -> tuple[Failure, ...]: ...
 

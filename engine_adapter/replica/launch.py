@@ -165,6 +165,7 @@ class Replica:
             PoolSettings(wanted.factory, model, wanted.tp, wanted.options, wanted.logs, wanted.start_s),
             on_tokens=self._on_tokens,
             on_death=self._on_death,
+            on_staged=lambda rank, staged: self.work.on_staged(rank, staged),
         )
         self.gate = Gate(_PoolEngine(self.pool), wanted.limits)
         roots = tuple(str(root.resolve()) for root in wanted.roots)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
-from engine_adapter.rank.control_messages import Label, StartServing
+from engine_adapter.rank.control_messages import Label, Staged, StartServing
 from engine_adapter.rank.messages import (
     RankAudit,
     RankAuditReply,
@@ -48,6 +48,7 @@ from updater.core.participant import (
     PauseRequest,
     PlanReply,
     PlanRequest,
+    Progress,
     ResumeRequest,
     StageReply,
     StageRequest,
@@ -119,6 +120,8 @@ class RankWork:
         self._roots = roots
         self._deadlines = deadlines or Deadlines()
         self._planned: Planned | None = None
+        self._staging: dict[int, int] = {}  # bytes read, by rank
+        self._staging_serial = 0  # of the staging that runs, or 0
         self._proofs: dict[str, str] = {}  # content digest -> what its bytes were compared with when they came
 
     # --- start
@@ -205,10 +208,26 @@ class RankWork:
     async def stage(self, request: StageRequest) -> StageReply:
         began = time.monotonic()
         self._planned_for(request.fence.serial)
-        replies: list[RankStageReply] = await self._pool.call(
-            "stage", RankStage(request.fence.serial, request.deadline_s), deadline_s=request.deadline_s
-        )
+        self._staging, self._staging_serial = {}, request.fence.serial
+        try:
+            replies: list[RankStageReply] = await self._pool.call(
+                "stage", RankStage(request.fence.serial, request.deadline_s), deadline_s=request.deadline_s
+            )
+        finally:
+            self._staging_serial = 0
         return StageReply(request.fence, sum(reply.bytes_read for reply in replies), time.monotonic() - began)
+
+    def on_staged(self, rank: int, staged: Staged) -> None:
+        """What a rank says of its staging while it runs."""
+        if staged.serial == self._staging_serial:
+            self._staging[rank] = staged.done
+
+    def progress(self) -> Progress | None:
+        """Of the staging that runs."""
+        if not self._staging_serial or self._planned is None:
+            return None
+        total = sum(reply.bytes_to_read for reply in self._planned.replies)
+        return Progress(self._staging_serial, min(sum(self._staging.values()), total), total)
 
     async def verify(self, request: VerifyRequest) -> VerifyReply:
         began = time.monotonic()

@@ -22,7 +22,7 @@ from typing import Any
 
 from engine_adapter.base import EngineSpec, TokenEvent
 from engine_adapter.rank.channel import ChannelClosed, ChannelError, Frame, FrameKind, FrontChannel
-from engine_adapter.rank.control_messages import CALLS, ENGINE_FAILED, Build, CancelStaging, StopEngine, Tokens
+from engine_adapter.rank.control_messages import CALLS, ENGINE_FAILED, Build, CancelStaging, Staged, StopEngine, Tokens
 from engine_adapter.rank.messages import Hello, Refused
 from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError
@@ -107,11 +107,13 @@ class RankPool:
         *,
         on_tokens: Callable[[TokenEvent], None],
         on_death: Callable[[Failure], None],
+        on_staged: Callable[[int, Staged], None] = lambda _rank, _staged: None,
     ) -> None:
         self.settings = settings
         self.hellos: tuple[Hello, ...] = ()
         self._on_tokens = on_tokens
         self._on_death = on_death
+        self._on_staged = on_staged
         self._ranks: list[_Rank] = []
         self._numbers = itertools.count(1)
         self._stopping = False
@@ -278,6 +280,8 @@ class RankPool:
                 elif frame.header.verb == "tokens":
                     for event in wire.decode(Tokens, frame.body).events:
                         self._on_tokens(event)
+                elif frame.header.verb == "staged":
+                    self._on_staged(rank.rank, wire.decode(Staged, frame.body))
         except ChannelClosed:
             return  # the pid descriptor tells the rest
         except (ChannelError, wire.WireError) as error:

@@ -15,6 +15,7 @@ from updater.core.participant import (
     PauseRequest,
     PlanReply,
     PlanRequest,
+    Progress,
     ResumeRequest,
     StageReply,
     StageRequest,
@@ -73,6 +74,7 @@ class HandWork:
         self.fail: dict[str, Exception] = {}
         self.mismatched: dict[str, tuple[Failure, ...]] = {}
         self.cancelled: list[int] = []
+        self.staged: Progress | None = None
         self.undone: list[tuple[int, int]] = []
         self.discarded: list[int] = []
         self._held: dict[str, asyncio.Event] = {}
@@ -80,6 +82,9 @@ class HandWork:
 
     def hold(self, verb: str) -> None:
         self._held[verb] = asyncio.Event()
+
+    def progress(self) -> Progress | None:
+        return self.staged
 
     def release(self, verb: str) -> None:
         self._held.pop(verb).set()

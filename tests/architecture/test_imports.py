@@ -40,7 +40,7 @@ ALLOWED = {
     ),
 }
 #: Composition roots: they put the parts together and may import everything.
-ROOTS = {"updater.cli.main", "updater.cli.inspect", "updater.demo.main"}
+ROOTS = {"updater.cli.main", "updater.cli.inspect", "updater.cli.watch", "updater.demo.main"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -84,6 +84,12 @@ def test_the_fleet_ends_on_one_version_and_the_client_can_ask_which(tmp_path: Pa
             assert receipt["live_version"] == expected
             if receipt["outcome"] != "committed":
                 assert receipt["reason"] == "coordinator_restarted"
+            voted = held not in ("plan", "stage", "verify")
+            proof, observed = ("structure_only", dict.fromkeys(("one", "two"), digest_of("v8"))) if voted else ("", {})
+            assert (receipt["proof"], receipt["observed"]) == (proof, observed)
+            assert (receipt["bytes_read"] > 0, receipt["tensors"] > 0, receipt["install"] == "flip") == (voted,) * 3
+            assert ("staging" in receipt["phases_ms"]) == voted
+            assert receipt["warnings"]
             assert [front.state.plan for front in fronts] == [None, None]
             assert (await second.push(9)).status_code == 200
             assert [front.serving for front in fronts] == ["0-9", "0-9"]
@@ -111,6 +117,32 @@ def test_an_installation_that_is_not_finished_everywhere_is_taken_back(tmp_path:
             assert (receipt["outcome"], receipt["reason"]) == ("rolled_back", "coordinator_restarted")
             stale = await second.push(8, id="again")
             assert stale.json()["code"] == "stale_version"
+
+    run(main)
+
+
+class NoFacts(Journal):
+    """Cannot write down what a vote settled."""
+
+    def put_facts(self, request_id: str, facts: str) -> None:
+        self.put_receipt("no such request", facts)
+
+
+def test_a_journal_that_fails_before_the_pause_stops_the_coordinator_and_pauses_nobody(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    async def main() -> None:
+        first = world.service(NoFacts)
+        await first.coordinator.start()
+        fronts = await first.join("one", "two")
+        answer = await first.push(7)
+        assert (answer.status_code, answer.json()["code"]) == (503, "journal_failed")
+        assert [failure.code for failure in first.stopped] == ["journal_failed"]
+        assert [(front.serving, front.state.state) for front in fronts] == [("start", "open")] * 2
+        await first.coordinator.close()
+        async with world.service() as second:
+            await second.advance(10)
+            assert (await second.push(7)).status_code == 200
 
     run(main)
 
@@ -285,5 +317,49 @@ def test_an_empty_journal_needs_an_explicit_adopt(tmp_path: Path) -> None:
             assert [front.serving for front in fronts] == ["0-8", "0-8"]
             again = await second.post("/v1/fleet/adopt", {"members": members, "confirm": True})
             assert (again.status_code, again.json()["code"]) == (409, "wrong_phase")
+
+    run(main)
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_a_history_that_was_cut_is_enough_to_go_on(tmp_path: Path, kept: int) -> None:
+    """Twelve updates and two rollbacks with almost nothing kept, each ten followed by a restart."""
+    world = World(tmp_path)
+
+    def service() -> LocalService:
+        return LocalService(
+            world.folder, fleet=world.fleet, clock=world.clock, deadlines=DEADLINES, history=kept, max_waiting=1
+        )
+
+    async def main() -> None:
+        first = service()
+        await first.coordinator.start()
+        fronts = await first.join("one", "two")
+        for step in range(1, 13):
+            assert (await first.push(step)).status_code == 200
+            await first.advance(0.01)
+        back = {"target": "0-11", "expected_live": "0-12"}
+        for _ in range(2):  # to 11 and, the same way, to 12 again
+            assert (await first.post("/v1/rollback?wait=true", back)).status_code == 200
+            await first.advance(0.01)
+            back = {"target": back["expected_live"], "expected_live": back["target"]}
+        receipts = (await first.get("/v1/history")).json()["receipts"]
+        assert len(receipts) <= 20 * kept
+        assert sum(bool(each["members"]) for each in receipts) == kept
+        await first.crash()
+        async with service() as second:
+            await second.advance(10)
+            version = (await second.get("/v1/version")).json()
+            assert (version["version"], version["rollback_to"]) == ("0-12", "0-11")
+            # The id of an old update is still taken, and its version is still behind.
+            again = await second.push(12)
+            assert (again.status_code, again.json()["outcome"], again.json()["members"]) == (200, "committed", [])
+            assert (await second.push(12, id="new")).json()["code"] == "stale_version"
+            assert [front.serving for front in fronts] == ["0-12"] * 2
+            # A late joiner is brought to what is live: its source is remembered through both rollbacks.
+            (late,) = await second.join("three")
+            await second.advance(5)
+            assert late.serving == "0-12"
+            assert (await second.push(13)).status_code == 200
 
     run(main)

@@ -8,12 +8,14 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from updater import wire
 from updater.coordinator.journal import Journal, JournalFailed, Member, OwnershipLost, Request
+from updater.coordinator.manifest_files import UNNAMED_S
 from updater.core.effects import Record, RecordKind
 from updater.core.participant import DiskOffer, Kind
 from updater.core.policy import Policy
@@ -246,3 +248,81 @@ def test_updates_do_not_make_the_log_longer(tmp_path: Path) -> None:
         journal.tidy()
         assert log.stat().st_size == size
     assert len(Journal(tmp_path, "fleet").records()) == 38
+
+
+def published(journal: Journal, serial: int, step: int, op: Kind = Kind.UPDATE, manifest: str = "") -> None:
+    for kind in (RecordKind.DECIDED, RecordKind.PUBLISHED):
+        journal.append(replace(record(serial, kind, step, manifest=manifest), op=op, digest=f"d{step}"), 1.0)
+    journal.add_request(request(str(serial), serial))
+    journal.put_receipt(str(serial), f"long {serial}")
+
+
+def short(receipt: str) -> str:
+    return receipt.replace("long", "short")
+
+
+def test_old_requests_keep_a_short_receipt_and_very_old_ones_nothing(tmp_path: Path) -> None:
+    journal = owned(tmp_path)
+    for serial in range(1, 51):
+        published(journal, serial, serial)
+    journal.add_request(request("running", 51))
+    journal.prune(2, short, (), 1.0)
+    receipts = {each.id: each.receipt for each in journal.requests()}
+    assert receipts == {
+        "running": None,
+        "50": "long 50",
+        **{str(serial): f"short {serial}" for serial in range(12, 50)},
+    }
+    journal.prune(2, short, (), 1.0)
+    assert {each.id: each.receipt for each in journal.requests()} == receipts
+    assert journal.last_serial() == 51
+
+
+def test_what_recovery_needs_of_old_updates_stays(tmp_path: Path) -> None:
+    journal = owned(tmp_path)
+    published(journal, 1, 1)
+    published(journal, 2, 99)  # the highest
+    published(journal, 3, 3)
+    published(journal, 4, 4)
+    journal.append(record(5, step=5), 1.0)  # decided, and its request has no receipt
+    journal.add_request(request("5", 5))
+    for serial in range(6, 16):
+        published(journal, serial, 3 if serial % 2 == 0 else 4, Kind.ROLLBACK)
+    journal.prune(1, short, (), 1.0)
+    left = [(each.serial, each.op.value, each.version.step) for each in journal.records()]
+    twice = [(2, "update", 99), (3, "update", 3), (4, "update", 4)]
+    expected = [each for each in twice for _ in range(2)] + [(5, "update", 5)]
+    assert left == expected + [(14, "rollback", 3)] * 2 + [(15, "rollback", 4)] * 2
+
+
+def test_manifests_that_nobody_names_are_removed_once_they_are_old(tmp_path: Path) -> None:
+    journal = owned(tmp_path)
+    for serial in range(1, 4):
+        published(journal, serial, serial, manifest=f'{{"m":{serial}}}')
+    files = tmp_path / "manifests"
+    begun, uploaded = journal.keep_manifest('{"begun":1}'), hashlib.sha256(b'{"up":1}').hexdigest()
+    journal.put_manifest(uploaded, '{"up":1}')
+    (files / "tmpleftover").write_text("half")
+    now = (files / f"{uploaded}.json").stat().st_mtime
+    journal.prune(1, short, (begun,), now + UNNAMED_S - 60)
+    assert len(list(files.iterdir())) == 6
+    os.utime(files / f"{uploaded}.json", (now, now - 10))
+    journal.put_manifest(uploaded, '{"up":1}')  # its time begins anew
+    journal.prune(1, short, (begun,), now + UNNAMED_S + 60)
+    names = {hashlib.sha256(text).hexdigest() for text in (b'{"m":2}', b'{"m":3}')} | {begun}
+    assert {path.stem for path in files.iterdir()} == names
+    # What was swept is written again when it is asked for again.
+    assert journal.keep_manifest('{"m":1}') not in names
+    assert len(list(files.iterdir())) == 4
+    assert [each.manifest for each in journal.records()] == ['{"m":2}'] * 2 + ['{"m":3}'] * 2
+
+
+def test_facts_come_back_and_an_older_journal_learns_of_them(tmp_path: Path) -> None:
+    journal = owned(tmp_path)
+    journal.add_request(request("a", 1))
+    journal._db.execute("ALTER TABLE requests DROP COLUMN facts")
+    journal.close()
+    again = owned(tmp_path, "two")
+    again.put_facts("a", '{"proof":"digests"}')
+    found = Journal(tmp_path, "fleet").request("a")
+    assert found == replace(request("a", 1), facts='{"proof":"digests"}')

@@ -47,6 +47,7 @@ Roots = Annotated[
     list[Path] | None, typer.Option("--root", help="Folder under which checkpoints must lie; repeatable.")
 ]
 DEFAULT_URL = "http://127.0.0.1:8700"
+MANIFEST = "liveweights.manifest.json"
 
 
 @contextmanager
@@ -88,6 +89,7 @@ def serve(
     root: Roots = None,
     state: Annotated[Path | None, typer.Option(help="Folder of the journal and the manifests.")] = None,
     fleet: Annotated[str, typer.Option(help="Name of the fleet.")] = "default",
+    history: Annotated[int, typer.Option(min=1, help="Requests whose receipts are kept whole.")] = 1000,
 ) -> None:
     """Run the coordinator. Tokens come from LIVEWEIGHTS_ADMIN_TOKEN and LIVEWEIGHTS_INFERENCE_TOKEN."""
     with _errors(False):
@@ -97,7 +99,8 @@ def serve(
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         logging.getLogger("httpx").setLevel(logging.WARNING)
-        settings = Settings(state or default_state(), fleet, host, port, tuple(root or ()), Tokens.from_env())
+        roots, tokens = tuple(root or ()), Tokens.from_env()
+        settings = Settings(state or default_state(), fleet, host, port, roots, tokens, history=history)
         try:
             run(settings)
         except OSError as error:
@@ -174,6 +177,32 @@ def push(
             _write_manifest(path)
         with _client(url) as client:
             _finish(_follow(client, body), as_json)
+
+
+@app.command()
+def watch(
+    directory: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of checkpoint folders.")],
+    url: Url = DEFAULT_URL,
+    marker: Annotated[str, typer.Option(help="File that is written last.")] = MANIFEST,
+    settle: Annotated[
+        float | None, typer.Option(min=0.0, help="Also take checkpoints without a marker, unchanged for SECONDS.")
+    ] = None,
+    every: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end as a push would.")] = False,
+    in_flight: Annotated[InFlight, typer.Option(help="What happens to running requests.")] = InFlight.DRAIN,
+    require_digests: Annotated[bool, typer.Option(help="Refuse a checkpoint without a manifest of digests.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Publish every new complete checkpoint of a folder: run-step, step-N, checkpoint-N; the newest first."""
+    from updater.cli import watch as watching
+
+    policy = {"in_flight": in_flight.value, "require_digests": require_digests}
+    with _errors(as_json), _client(url) as client:
+        look = watching.Watch(directory, client, marker=marker, settle_s=settle, policy=policy)
+        if not once:
+            watching.run(look, every, as_json=as_json)
+        elif (receipt := look.once()) is not None:
+            _finish(receipt, as_json)
 
 
 @app.command()
@@ -298,10 +327,7 @@ def _follow(client: Client, body: dict[str, Any]) -> Receipt:
 def _finish(receipt: Receipt, as_json: bool) -> None:
     from updater.cli import views
 
-    if as_json:
-        views.print_json(receipt.model_dump(mode="json"))
-    else:
-        views.receipt(receipt)
+    views.finished(receipt, as_json=as_json)
 
 
 def _write_manifest(directory: Path) -> Any:

@@ -89,6 +89,14 @@ def receipt(one: Receipt) -> None:
         err.print(f"[yellow]warning[/yellow] {escape(warning)}")
 
 
+def finished(one: Receipt, *, as_json: bool) -> None:
+    """A receipt for a program or for people."""
+    if as_json:
+        print_json(one.model_dump(mode="json"))
+    else:
+        receipt(one)
+
+
 def breakdown(one: Receipt) -> str:
     """The phases and the parts of the pause, in milliseconds."""
     phases = " ".join(f"{name.lower()} {value:.1f}" for name, value in one.phases_ms.items())
@@ -188,8 +196,14 @@ def phase_bar(what: str) -> Iterator[Callable[[str, Mapping[str, Any]], None]]:
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(what, total=None)
 
-        def show(_name: str, data: Mapping[str, Any]) -> None:
+        def show(name: str, data: Mapping[str, Any]) -> None:
             phase = str(data.get("phase", "")).lower()
-            progress.update(task, description=f"{what} {phase}".strip())
+            description = f"{what} {phase}".strip()
+            done, total = data.get("done"), data.get("total")
+            if isinstance(done, int) and isinstance(total, int) and total:
+                description += f" {size(done)} of {size(total)}"
+                progress.update(task, description=description, completed=done, total=total)
+            elif name == "phase":
+                progress.reset(task, total=None, description=description)
 
         yield show

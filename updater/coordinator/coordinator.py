@@ -21,6 +21,7 @@ from updater.coordinator.membership import Contact, Directory, Probe
 from updater.coordinator.metrics import Metrics
 from updater.coordinator.outbox import Outbox
 from updater.coordinator.participants import HttpParticipant, ParticipantFactory
+from updater.coordinator.progress import ProgressPoll
 from updater.coordinator.recover import Found, Recovery
 from updater.coordinator.requests import checked_manifest
 from updater.core import events as ev
@@ -63,6 +64,9 @@ class Coordinator:
         self.probe = Probe(self._directory, self._clock, deadlines, lambda: self.state.members, feed)
         self.desk = Desk(settings, self._journal, self._machine, self._clock, self.metrics)
         self.joins = Joins(make, self._directory, self._journal, self._machine, self.desk, deadlines)
+        self._staging = ProgressPoll(
+            self._directory, self._clock, deadlines.status_s, self._participants, self.desk.progress
+        )
         self._probing: asyncio.Task[None] | None = None
         self._recovered = False
         self._owner = secrets.token_hex(8)
@@ -95,6 +99,7 @@ class Coordinator:
     async def close(self) -> None:
         """Wind down if that was not done, then leave nothing running."""
         await self.wind_down()
+        self._staging.end()
         if self._probing is not None:
             self._probing.cancel()
             await asyncio.gather(self._probing, return_exceptions=True)
@@ -105,6 +110,7 @@ class Coordinator:
 
     def kill(self) -> None:
         """End at once, as a crash would: on a second signal. The next one recovers."""
+        self._staging.end()
         if self._probing is not None:
             self._probing.cancel()
         self._outbox.drop()
@@ -130,11 +136,23 @@ class Coordinator:
 
     def on_moved(self, before: FleetState, after: FleetState) -> None:
         self.desk.moved(before, after)
+        if after.phase is not before.phase:
+            self._watch_staging(after)
         if after.phase is Phase.IDLE and before.phase is not Phase.IDLE and after.live is not None:
             label = after.live.label
             for member in after.serving():
                 if member.owed is None:
                     self._directory.settled(member, str(label.version), label.digest)
+
+    def _watch_staging(self, state: FleetState) -> None:
+        if state.phase is Phase.STAGING and state.update is not None:
+            self._staging.begin(state.update.serial)
+        else:
+            self._staging.end()
+
+    def _participants(self) -> list[str]:
+        update = self.state.update
+        return [replica for replica, _ in update.participants] if update is not None else []
 
     def on_event(self, event: ev.Event) -> None:
         if isinstance(event, ev.Replied | ev.Refused):
@@ -155,6 +173,7 @@ class Coordinator:
             self._directory.now_serves(replica, str(live.label.version), live.label.digest)
 
     def on_stopped(self, failure: Failure) -> None:
+        self._staging.end()
         self.desk.stop(failure)
         self._on_stop(failure)
 

@@ -8,21 +8,22 @@ from contextlib import contextmanager, suppress
 
 from updater import wire
 from updater.coordinator.clock import Clock
+from updater.coordinator.facts import Facts, facts_of
 from updater.coordinator.journal import Journal, JournalFailed, Request
 from updater.coordinator.machine import Machine
 from updater.coordinator.metrics import Metrics
 from updater.coordinator.recover import Found, result_of
 from updater.coordinator.requests import Asked, asked_rollback, asked_update, sealed_manifest
 from updater.coordinator.timeline import Timeline
-from updater.coordinator.updates import Lease, Update, receipt_of
+from updater.coordinator.updates import Lease, Update, receipt_of, shortened
 from updater.core import events as ev
 from updater.core.effects import Denied, Finish, Started
 from updater.core.errors import CODES, Failure, LiveweightsError, Rejected, Unavailable
 from updater.core.participant import Kind, StreamOffer
 from updater.core.policy import CommitMode
-from updater.core.state import FleetState, Phase
+from updater.core.state import FleetState, Phase, Transaction
 from updater.http import RejectedWith
-from updater.schemas import MemberState, OfferState, Receipt, RollbackRequest, UpdateRequest, UpdateState
+from updater.schemas import MemberState, OfferState, ProgressState, Receipt, RollbackRequest, UpdateRequest, UpdateState
 from updater.settings import Settings
 
 
@@ -33,6 +34,7 @@ class Desk:
         self._settings, self._journal, self._machine = settings, journal, machine
         self._clock, self._metrics = clock, metrics
         self._running: dict[str, Update] = {}  # and waiting, by id
+        self._unpruned = 0  # updates that ended since history was cut
         self.closed: Failure | None = None  # why nothing new is taken in
 
     # -- beginning
@@ -67,10 +69,9 @@ class Desk:
             if known[0] != event.body_hash:
                 raise self.error(Failure("id_reused", f"{event.update!r} was used with another body"))
             return self.find(event.update)
-        if event.manifest:
-            with self._machine.journaled():
-                self._journal.keep_manifest(event.manifest)
         update = self._new(event.update, event.body_hash, asked.body, event.kind, asked.version)
+        if event.manifest:
+            self._keep(update, event.manifest)
         answer = self._machine.ask(event)
         if isinstance(answer, Denied):
             self._running.pop(update.id, None)
@@ -79,6 +80,14 @@ class Desk:
         if seconds is not None and not update.done.is_set():
             update.lease = Lease(self._clock, seconds, lambda: self._machine.feed(ev.LeaseExpired(update.id)))
         return update
+
+    def _keep(self, update: Update, manifest: str) -> None:
+        try:
+            with self._machine.journaled():
+                update.manifests.add(self._journal.keep_manifest(manifest))
+        except JournalFailed:
+            self._running.pop(update.id, None)
+            raise
 
     def _new(self, update_id: str, body_hash: str, body: str, kind: Kind, version: str) -> Update:
         update = Update(update_id, body_hash, body, kind, version, self._clock.wall(), Timeline(self._clock.now()))
@@ -149,7 +158,7 @@ class Desk:
         if running is not None and running.update == update_id and running.awaits_seal and digests:
             manifest = sealed_manifest(running.manifest, digests)
             with self._machine.journaled():
-                self._journal.keep_manifest(manifest.to_json())
+                update.manifests.add(self._journal.keep_manifest(manifest.to_json()))
             seal = ev.Seal(update_id, tuple(digests.items()), manifest.to_json(), manifest.digest)
         self._tell(update, seal)
         if update.lease is not None and running is not None and running.policy.commit is CommitMode.AUTO:
@@ -196,15 +205,30 @@ class Desk:
         if update is None:
             return
         update.attempt = after.update.attempt
+        if before.phase is Phase.VERIFYING and after.phase in (Phase.READY, Phase.PAUSING):
+            self._settle(update, after.update)
         if before.phase is not after.phase or before.update is None:
-            update.phase = after.phase.value
+            update.phase, update.progress = after.phase.value, None
             update.timeline.enter(after.phase, self._clock.now())
             self._show(update)
+
+    def _settle(self, update: Update, voted: Transaction) -> None:
+        """The vote is complete and nothing has paused: what it said becomes durable."""
+        phases_ms = update.timeline.phases_ms(self._clock.now())
+        update.facts = facts_of(voted, update.plans, update.observed, phases_ms)
+        self._journal.put_facts(update.id, wire.encode(update.facts).decode())
 
     def _show(self, update: Update) -> None:
         """The pause is no time to describe what nobody watches."""
         if update.watchers:
             update.tell("phase", self.view(update).model_dump(mode="json"))
+
+    def progress(self, serial: int, done: int, total: int) -> None:
+        """Bytes of a staging, over all members."""
+        update = self._by_serial(serial)
+        if update is not None:
+            update.progress = ProgressState(done=done, total=total)
+            update.tell("progress", {"phase": update.phase, "done": done, "total": total})
 
     def heard(self, event: ev.Replied) -> None:
         update = self._by_serial(event.fence.serial)
@@ -248,19 +272,32 @@ class Desk:
         if self._machine.stopped is None:
             with suppress(JournalFailed), self._machine.journaled():
                 self._journal.tidy()
+                self._unpruned += 1
+                if self._unpruned >= max(1, self._settings.history // 10):
+                    self._prune()
+
+    def _prune(self) -> None:
+        """Old requests, records and manifests go. Now and then, since it looks at all of them."""
+        self._unpruned = 0
+        named = {name for update in self._running.values() for name in update.manifests}
+        self._journal.prune(self._settings.history, shortened, named, self._clock.wall())
 
     def recover(self, found: Found) -> None:
         """After a restart: what goes on is waited for again, what ended without a receipt gets one."""
         for request in found.going_on:
             update = self._new(request.id, request.body_hash, request.body, Kind(request.kind), "")
             update.serial, update.created = request.serial, request.created
+            update.restarted, update.facts = True, _facts(request)
         for ended in found.ended:
             now = self._clock.now()
             update = _past(ended.request, now)
+            update.restarted, update.facts = True, _facts(ended.request)
             receipt = receipt_of(update, result_of(ended, found.state), {}, now, self._clock.wall())
             with self._machine.journaled():
                 self._journal.put_receipt(update.id, receipt.model_dump_json())
             self._metrics.ended(receipt)
+        with self._machine.journaled():
+            self._prune()
 
     def stop(self, failure: Failure) -> None:
         """Everybody who waits hears that nobody knows more."""
@@ -305,6 +342,16 @@ class Desk:
 
 def _request(update: Update) -> Request:
     return Request(update.id, update.serial, update.kind.value, update.body_hash, update.body, update.created, None)
+
+
+def _facts(request: Request) -> Facts:
+    """Raises JournalFailed for what cannot be read."""
+    if request.facts is None:
+        return Facts()
+    try:
+        return wire.decode(Facts, request.facts)
+    except wire.WireError as error:
+        raise JournalFailed(f"what was settled of {request.id!r} cannot be read: {error}") from None
 
 
 def _ended(request: Request, receipt: Receipt) -> Update:

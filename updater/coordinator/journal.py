@@ -1,4 +1,5 @@
-"""The coordinator's memory: SQLite in WAL mode with `synchronous=FULL`, and manifests as files beside it.
+"""The coordinator's memory: SQLite in WAL mode with `synchronous=FULL`, and manifests as files beside it
+(`manifest_files`). It does not grow without end: `pruning` says what may go.
 
 Every write is one transaction that first checks the ownership row, so a coordinator that was frozen and wakes up
 after another took over cannot record anything (hazards: a file lock is not enough). After any error the journal is
@@ -7,19 +8,17 @@ closed for good: a read after a failed fsync proves nothing, so the process must
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import re
 import sqlite3
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from updater import wire
+from updater.coordinator import pruning
+from updater.coordinator.manifest_files import ManifestFiles
 from updater.core.effects import Record, RecordKind
 from updater.core.errors import Failure, LiveweightsError
 
@@ -27,7 +26,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS ownership (fleet TEXT PRIMARY KEY, epoch INTEGER NOT NULL, owner TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS requests (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, serial INTEGER NOT NULL, kind TEXT NOT NULL,
-    body_hash TEXT NOT NULL, body TEXT NOT NULL, created REAL NOT NULL, receipt TEXT) STRICT;
+    body_hash TEXT NOT NULL, body TEXT NOT NULL, created REAL NOT NULL, receipt TEXT, facts TEXT) STRICT;
 CREATE TABLE IF NOT EXISTS records (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, epoch INTEGER NOT NULL, serial INTEGER NOT NULL, attempt INTEGER NOT NULL,
     kind TEXT NOT NULL, record TEXT NOT NULL, manifest TEXT NOT NULL, at REAL NOT NULL,
@@ -37,8 +36,7 @@ CREATE TABLE IF NOT EXISTS members (
 CREATE TABLE IF NOT EXISTS room (filler BLOB) STRICT;
 """
 _ROOM = 512 << 10
-_REQUEST = "id, serial, kind, body_hash, body, created, receipt"
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_REQUEST = "id, serial, kind, body_hash, body, created, receipt, facts"
 
 
 class JournalFailed(LiveweightsError):
@@ -55,7 +53,8 @@ class OwnershipLost(JournalFailed):
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request that was taken in. `serial` 0: it ended before its turn came. `receipt`: JSON text, or None while
-    it runs."""
+    it runs. `facts`: what its vote settled, as JSON text, or None before it.
+    """
 
     id: str
     serial: int
@@ -64,6 +63,7 @@ class Request:
     body: str
     created: float
     receipt: str | None
+    facts: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +91,8 @@ class Journal:
         self._fleet = fleet
         self._owner: tuple[int, str] | None = None
         self._broken = ""
-        self._kept = ("", "")
-        self._manifests = folder / "manifests"
         with self._guarded():
-            self._manifests.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._files = ManifestFiles(folder / "manifests")
             # One thread at a time uses the connection: the loop of the coordinator that owns it.
             self._db = sqlite3.connect(folder / "journal.sqlite3", isolation_level=None, check_same_thread=False)
             self._db.execute("PRAGMA busy_timeout = 5000")
@@ -104,6 +102,8 @@ class Journal:
                 raise OSError(f"journal mode is {mode}, not wal")
             self._db.execute("PRAGMA wal_autocheckpoint = 0")  # `tidy` does it, never an append
             self._db.executescript(_SCHEMA)
+            if "facts" not in {row[1] for row in self._db.execute("PRAGMA table_info(requests)")}:
+                self._db.execute("ALTER TABLE requests ADD COLUMN facts TEXT")  # a journal of before there were any
 
     # -- ownership
 
@@ -150,7 +150,7 @@ class Journal:
         """Take a request in, before anything is sent because of it."""
         with self._owned() as db:
             db.execute(
-                f"INSERT INTO requests ({_REQUEST}) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT INTO requests ({_REQUEST}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     request.id,
                     request.serial,
@@ -159,12 +159,20 @@ class Journal:
                     request.body,
                     request.created,
                     request.receipt,
+                    request.facts,
                 ),
             )
 
     def put_receipt(self, request_id: str, receipt: str) -> None:
+        self._set(request_id, "receipt", receipt)
+
+    def put_facts(self, request_id: str, facts: str) -> None:
+        """What is known of a running update from its vote on. Not within a pause."""
+        self._set(request_id, "facts", facts)
+
+    def _set(self, request_id: str, column: str, text: str) -> None:
         with self._owned() as db:
-            changed = db.execute("UPDATE requests SET receipt = ? WHERE id = ?", (receipt, request_id)).rowcount
+            changed = db.execute(f"UPDATE requests SET {column} = ? WHERE id = ?", (text, request_id)).rowcount
             if changed != 1:
                 raise OSError(f"no request {request_id!r}")
 
@@ -246,41 +254,35 @@ class Journal:
 
     def put_manifest(self, digest: str, text: str) -> None:
         """Keep a manifest under its SHA-256. Raises ValueError if the text has another digest."""
-        if hashlib.sha256(text.encode()).hexdigest() != digest:
-            raise ValueError("the text is not what its digest names")
-        target = self._manifest_path(digest)
         with self._guarded():
-            if target.exists():
-                return
-            with tempfile.NamedTemporaryFile(dir=self._manifests, delete=False) as file:
-                file.write(text.encode())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(file.name, target)
-            folder = os.open(self._manifests, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            self._files.put(digest, text)
 
     def keep_manifest(self, text: str) -> str:
         """Keep a manifest and return its name. Asked again for the last one, it neither hashes nor writes: an update
         names its manifest here when it begins, so that nothing of its size is left for the pause."""
-        if text != self._kept[0]:
-            digest = hashlib.sha256(text.encode()).hexdigest()
-            self.put_manifest(digest, text)
-            self._kept = (text, digest)
-        return self._kept[1]
+        with self._guarded():
+            return self._files.keep(text)
 
     def manifest(self, digest: str) -> str | None:
-        path = self._manifest_path(digest)
+        """Raises ValueError for what is no digest."""
         with self._guarded():
-            return path.read_text() if path.exists() else None
+            return self._files.text(digest)
 
-    def _manifest_path(self, digest: str) -> Path:
-        if _DIGEST.fullmatch(digest) is None:
-            raise ValueError(f"not a digest: {digest[:80]!r}")
-        return self._manifests / f"{digest}.json"
+    # -- the end of what is remembered
+
+    def prune(self, keep: int, shorten: Callable[[str], str], named: Collection[str], now: float) -> None:
+        """Forget what only history needs: all but the last `keep` requests and what recovery may ask for.
+
+        `shorten`: makes the receipt that stays of an older request, so that its id still has no second effect (I7).
+        `named`: manifests of updates that run. `now`: Unix seconds. Not within a pause.
+        """
+        with self._owned() as db:
+            pruning.shorten_requests(db, keep, shorten)
+            pruning.drop_records(db, keep)
+            names = {row[0] for row in db.execute("SELECT DISTINCT manifest FROM records")}
+        with self._guarded():
+            self._files.sweep({*names, *named}, now)
+        self.tidy()
 
     # -- life
 

@@ -124,14 +124,17 @@ class Machine:
             _log.exception("the machine failed on %s", type(event).__name__)
             self.stop(Failure("internal", f"{type(error).__name__} on {type(event).__name__}"))
             return
-        if self.state.phase is not before.phase or self.state.update is not before.update:
-            self._owner.on_moved(before, self.state)
-        self._perform_all(effects)
+        self._perform_all(effects, before)
 
-    def _perform_all(self, effects: tuple[Effect, ...]) -> None:
-        """In order. After a failed journal nothing that was asked for beyond it may happen (I8)."""
+    def _perform_all(self, effects: tuple[Effect, ...], before: FleetState | None = None) -> None:
+        """In order. After a failed journal nothing that was asked for beyond it may happen (I8).
+
+        `before`: the state that the step began in; the owner hears of the move first.
+        """
         was_running, self._running = self._running, True
         try:
+            if before and (self.state.phase is not before.phase or self.state.update is not before.update):
+                self._owner.on_moved(before, self.state)
             for effect in effects:
                 self._perform(effect)
                 if self.stopped is not None:

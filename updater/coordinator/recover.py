@@ -130,7 +130,7 @@ def result_of(ended: Ended, state: FleetState) -> Result:
         proof="",
         bytes_read=0,
         tensors_changed=0,
-        warnings=("the coordinator was restarted: proof, bytes and times of this update are not known",),
+        warnings=(),
         aborted_requests=0,
         requeued_requests=0,
         members=(),

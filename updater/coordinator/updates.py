@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from updater.coordinator.clock import Clock, Timer
+from updater.coordinator.facts import Facts
 from updater.coordinator.timeline import Timeline
 from updater.core.effects import Outcome, Result
 from updater.core.participant import Kind, PlanReply, VerifyReply
-from updater.schemas import FailureBody, MemberState, Receipt, UpdateState
+from updater.schemas import FailureBody, MemberState, ProgressState, Receipt, UpdateState
 
+_SHORTENED = "this receipt is old: members, times and warnings are no longer kept"
+_RESTARTED = "the coordinator was restarted meanwhile: not all times of this update are known"
 #: What one watcher may fall behind before it is cut off.
 WATCH_LIMIT = 1000
 
@@ -43,7 +46,11 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class Update:
-    """One update in flight. `done` is set when `receipt` is there and durable, or the coordinator stopped."""
+    """One update in flight. `done` is set when `receipt` is there and durable, or the coordinator stopped.
+
+    `facts`: what its vote settled, also if a former coordinator saw it. `restarted`: its times began before this life.
+    `manifests`: names of the files that it may need.
+    """
 
     id: str
     body_hash: str
@@ -56,9 +63,13 @@ class Update:
     attempt: int = 0
     phase: str = "queued"
     lease: Lease | None = None
+    progress: ProgressState | None = None
     receipt: Receipt | None = None
     plans: dict[str, PlanReply] = field(default_factory=dict)
     observed: dict[str, str] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
+    restarted: bool = False
+    manifests: set[str] = field(default_factory=set)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     watchers: set[asyncio.Queue[tuple[str, dict[str, Any]] | None]] = field(default_factory=set)
 
@@ -79,6 +90,7 @@ class Update:
             attempt=self.attempt,
             lease_left_s=self.lease.left if self.lease is not None else None,
             phases_ms=self.timeline.phases_ms(now),
+            progress=self.progress,
             receipt=self.receipt,
         )
 
@@ -110,9 +122,10 @@ def receipt_of(
 ) -> Receipt:
     """The receipt of an update that just ended. `members`: the coordinator's view of each, before this result."""
     update.timeline.leave(now)
-    pause = update.timeline.pause()
-    update_ms = 1e3 * (now - update.timeline.started)
+    pause, facts = update.timeline.pause(), update.facts
+    update_ms = 1e3 * (ended_at - update.created if update.restarted else now - update.timeline.started)
     plans = update.plans.values()
+    told = (*facts.warnings, *(line for plan in plans for line in plan.warnings), *result.warnings)
     return Receipt(
         id=update.id,
         serial=update.serial or result.serial,
@@ -124,17 +137,17 @@ def receipt_of(
         live_version=str(result.live.version) if result.live is not None else None,
         rollback_to=str(result.rollback_to.version) if result.rollback_to is not None else None,
         manifest_digest=result.manifest_digest,
-        observed=dict(update.observed),
-        proof=_proof(result.proof),
-        install=next((plan.install.value for plan in plans), ""),
-        bytes_read=result.bytes_read,
-        tensors=max((plan.tensors for plan in plans), default=0),
-        tensors_changed=result.tensors_changed,
-        warnings=list(dict.fromkeys([*(line for plan in plans for line in plan.warnings), *result.warnings])),
+        observed=dict(update.observed) or facts.observed,
+        proof=_proof(result.proof or facts.proof),
+        install=next((plan.install.value for plan in plans), facts.install),
+        bytes_read=result.bytes_read or facts.bytes_read,
+        tensors=max((plan.tensors for plan in plans), default=facts.tensors),
+        tensors_changed=result.tensors_changed or facts.tensors_changed,
+        warnings=list(dict.fromkeys((*told, *((_RESTARTED,) if update.restarted else ())))),
         attempts=result.attempts,
         aborted_requests=result.aborted_requests,
         requeued_requests=result.requeued_requests,
-        phases_ms=update.timeline.phases_ms(now),
+        phases_ms={**facts.phases_ms, **update.timeline.phases_ms(now)},
         pause=pause,
         update_ms=round(update_ms, 3),
         pause_share=round(pause.pause_ms / update_ms, 6) if pause is not None and update_ms > 0 else None,
@@ -171,3 +184,10 @@ def failure_body(failure: Any) -> FailureBody:
 
 def _proof(text: str) -> Any:
     return text if text in ("digests", "structure_only") else ""
+
+
+def shortened(receipt: str) -> str:
+    """What stays of a receipt for a long time: how the update ended. JSON text in and out."""
+    whole = Receipt.model_validate_json(receipt)
+    less = {"members": [], "observed": {}, "phases_ms": {}, "warnings": [_SHORTENED], "failures": whole.failures[:1]}
+    return whole.model_copy(update=less).model_dump_json()

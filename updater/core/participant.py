@@ -139,6 +139,15 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """Of a staging that runs, over all ranks: bytes read, and bytes that the plan counted."""
+
+    serial: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class FrontStatus:
     """Everything a coordinator may know of a replica. `live_version` is a label; digests are content digests."""
 
@@ -160,6 +169,7 @@ class FrontStatus:
     failure: Failure | None = None
     released: Released | None = None  # until a coordinator has published since
     ranks: int = 0  # how many worker processes it has; 0: not said
+    progress: Progress | None = None  # while it stages
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import secrets
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,6 +29,7 @@ from updater.core.participant import (
     PauseReply,
     PlanReply,
     PlanRequest,
+    Progress,
     RankInfo,
     StageReply,
     VerifyReply,
@@ -81,6 +83,7 @@ class SimulatedFront:
         self.opened: list[str] = []  # every version that admission opened on
         self._timer: Timer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self.progress: Progress | None = None  # what it says of its staging
         self.restart()
 
     def restart(self) -> None:
@@ -126,7 +129,7 @@ class SimulatedFront:
 
     async def _answer(self, verb: str, request: Any, timeout_s: float) -> Any:
         if verb == "status":
-            return status(self.state, self._clock.now())
+            return replace(status(self.state, self._clock.now()), progress=self.progress)
         if verb == "describe":
             return self._description()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
