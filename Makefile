@@ -53,9 +53,9 @@ types: $(STAMP)
 fast: $(STAMP)
 	$(PYTEST) -m "$(FAST)" -n 2 -q
 
-# Engine tests start processes of their own, one after the other.
+# Engine tests start processes of their own and wait for them; the tests of one file share what they start.
 engine: $(STAMP)
-	$(PYTEST) -m "(engine or slow) and not gpu" -q
+	$(PYTEST) -m "(engine or slow) and not gpu" -n 2 --dist loadfile -q
 
 core-coverage: $(STAMP)
 	$(BIN)/coverage run --branch --source=updater/core -m pytest -q -m "not engine and not gpu and not slow" \

@@ -60,8 +60,9 @@ class View:
 class LiveFleet:
     """`replicas`: the fronts in this process, by name. Every method may be called from the test's thread only."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, status_s: float = 10.0) -> None:
         self.home = home
+        self._status_s = status_s
         self.replicas: dict[str, Replica] = {}
         self._lives: dict[str, tuple[asyncio.Event, asyncio.Task[int]]] = {}
         self._loop = asyncio.new_event_loop()
@@ -75,7 +76,9 @@ class LiveFleet:
     # ----- life
 
     async def _serve(self) -> None:
-        deadlines = Deadlines(probe_every_s=0.2, status_s=10.0, lost_after=2, retry_first_s=0.02, shutdown_s=10.0)
+        deadlines = Deadlines(
+            probe_every_s=0.2, status_s=self._status_s, lost_after=2, retry_first_s=0.02, shutdown_s=10.0
+        )
         settings = Settings(state=self.home / "state", port=0, roots=(self.home,), deadlines=deadlines)
         with bind(settings) as listener:
             coordinator = Coordinator(settings)
@@ -210,8 +213,9 @@ class LiveFleet:
 
 
 @contextmanager
-def live_fleet(home: Path) -> Iterator[LiveFleet]:
-    fleet = LiveFleet(home)
+def live_fleet(home: Path, status_s: float = 10.0) -> Iterator[LiveFleet]:
+    """`status_s`: how long the coordinator listens for a status: short where somebody stands still on purpose."""
+    fleet = LiveFleet(home, status_s)
     try:
         fleet.until(lambda: bool(fleet.url) or fleet._serving.done())
         yield fleet
