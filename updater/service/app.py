@@ -63,7 +63,8 @@ def create_app(coordinator: Coordinator) -> FastAPI:
         tokens=coordinator.settings.tokens,
         inference_paths=INFERENCE_PATHS,
         max_body=coordinator.settings.max_body,
-        body_limits={"/v1/manifests/": coordinator.settings.max_manifest},
+        # A seal may bring a digest for every tensor of a manifest.
+        body_limits=dict.fromkeys(("/v1/manifests/", "/v1/updates/"), coordinator.settings.max_manifest),
         live_version=lambda: coordinator.live_version,
     )
     return app
