@@ -472,6 +472,23 @@ def test_a_buffer_that_was_not_asked_for_is_not_sent() -> None:
         assert isinstance(held.hears()[-1], Goodbye)
 
 
+def test_a_receiver_that_waits_for_another_one_is_not_the_one_to_blame() -> None:
+    """Its patience is shorter than the sender's: it is told that the sender is the one who waits."""
+    sender, hubs = SharedMemorySender(patience_s=0.3), [SharedMemoryHub(), SharedMemoryHub()]
+    update = Transfer(sender, hubs, tensors(), bucket_bytes=1024, seats=seats_for(1, 1), deadline_s=1.2)
+    stuck = threading.Event()
+    update.receivers[1].take = lambda _chunk, _data: (stuck.wait(HANG_S), None)[1]
+    update.start()
+    update.join_sender()
+    stuck.set()
+    update.join()
+    assert isinstance(update.sender_error, Aborted)
+    assert [(f.code, f.replica, f.rank) for f in update.sender_error.failures] == [("peer_timeout", "r1", 0)]
+    sender.close()
+    for hub in hubs:
+        hub.close()
+
+
 def test_an_abort_wakes_a_sender_that_waits_for_receivers() -> None:
     with ends() as (sender, hubs):
         before = sender.session

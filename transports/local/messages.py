@@ -3,7 +3,7 @@
     receiver: Hello                Answer             Ack   Ack ...
     sender:          StreamOpening        Buffers Announce   Announce ...
 
-Either side may say Goodbye at any time, and hangs up then.
+A sender that waits for one receiver says Waiting to all. Either side may say Goodbye at any time, and hangs up then.
 """
 
 from __future__ import annotations
@@ -52,13 +52,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class StreamOpening:
-    """The sender's plan with its digest, and how long a receiver shall wait: `begin_within_s` until all have met,
-    then `patience_s` for each bucket.
-    """
+    """The sender's plan with its digest. `patience_s`: how long it may say nothing before it is given up."""
 
     plan: StreamPlan
     digest: str
-    begin_within_s: Seconds
     patience_s: Seconds
     kind: Literal["opening"] = "opening"
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -131,6 +128,14 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """The sender is well; what keeps it is another receiver, which it will name when its own patience ends."""
+
+    kind: Literal["waiting"] = "waiting"
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+
+@dataclass(frozen=True, slots=True)
 class Ack:
     """Every byte of the bucket has been copied away: its buffer may be overwritten."""
 
@@ -148,7 +153,7 @@ class Goodbye:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
 
-Message = Hello | StreamOpening | Answer | Buffers | Announce | Ack | Goodbye
+Message = Hello | StreamOpening | Answer | Buffers | Announce | Waiting | Ack | Goodbye
 _ANY: Any = Annotated[Message, Discriminator("kind")]
 
 encode = wire.encode

@@ -26,6 +26,7 @@ from transports.local.messages import (
     Hello,
     Message,
     StreamOpening,
+    Waiting,
 )
 from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError
@@ -62,12 +63,15 @@ class Link:
                     os.close(number)
 
     def hear(self, kind: type[M], within_s: float, should_stop: Callable[[], bool]) -> M:
-        """The next message, which must be of this kind; buffers on the way are mapped. Raises Aborted, Cancelled."""
-        deadline = time.monotonic() + within_s
+        """The next message, which must be of this kind; buffers on the way are mapped. `within_s`: how long nothing may
+        be said. Raises Aborted, Cancelled.
+        """
         while True:
-            message = self._next(deadline, should_stop)
+            message = self._next(time.monotonic() + within_s, should_stop)
             if isinstance(message, kind):
                 return message
+            if isinstance(message, Waiting):
+                continue
             if isinstance(message, Buffers):
                 self.map(message)
             elif isinstance(message, Goodbye):
@@ -149,11 +153,10 @@ class LocalReceiver:
             own = self._links.patience_s
             opening = link.hear(StreamOpening, PATIENCE_S if own is None else own, should_stop)
             self._judge(link, opening, expected)
-            usual = opening.patience_s if own is None else min(own, opening.patience_s)
-            received, patience = 0, opening.begin_within_s + usual
+            patience = opening.patience_s if own is None else min(own, opening.patience_s)
+            received = 0
             for bucket in opening.plan.buckets:
                 announce = link.hear(Announce, patience, should_stop)
-                patience = usual
                 data = _located(link.buffers, bucket, announce)
                 with memory.taking():
                     _compared(announce, data)

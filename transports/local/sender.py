@@ -26,6 +26,7 @@ from transports.local.messages import (
     Goodbye,
     Message,
     StreamOpening,
+    Waiting,
     encode,
 )
 from transports.local.peers import Peer, garbled, gave_up, named, out_of_turn
@@ -35,6 +36,10 @@ from updater.core.participant import StreamOffer
 
 #: One to be filled while the other is copied out of.
 BUFFERS = 2
+#: A sender that waits says so at least this often, in seconds.
+SIGN_S = 1.0
+
+_WAITING = encode(Waiting())
 
 
 class _Round:
@@ -87,8 +92,7 @@ class LocalSender:
             run = self._enter(offer, plan)
             _check(plan)
             self._make_room(plan)
-            within = min(max(deadline_s, 0.001), LONGEST_PATIENCE_S)
-            opening = encode(StreamOpening(plan, plan.digest, within, self._patience_s))
+            opening = encode(StreamOpening(plan, plan.digest, self._patience_s))
             meeting = Meeting(offer, self._listener, self._memory, opening, self._peers)
             self._peers = meeting.peers
             run.peers = meeting.run(self._wait, deadline)
@@ -204,13 +208,22 @@ class LocalSender:
                 raise named(run.offer, "peer_timeout", late, f"did not take bucket {buckets - 1} in time") from None
 
     def _wait(self, what: Iterable[Peer | Listener], deadline: float, *, late: bool = True) -> list[Peer | Listener]:
-        """Raises Aborted `client_abort` when `abort` was called, TimeoutError when time is over (with `late`)."""
-        ready = wait([*what, self._alarm], deadline - time.monotonic())
+        """Raises Aborted `client_abort` when `abort` was called, TimeoutError when time is over (with `late`).
+
+        Comes back now and then with nothing, having told everybody that it is this sender who waits.
+        """
+        everybody = list(what)
+        left = deadline - time.monotonic()
+        ready = wait([*everybody, self._alarm], min(left, SIGN_S, self._patience_s / 3))
         with self._lock:
             if self._aborted:
                 raise _client_abort(self._aborted)
-        if not ready and late and time.monotonic() >= deadline:
-            raise TimeoutError
+        if not ready and late:
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+            for each in everybody:
+                if isinstance(each, Peer) and each.number is not None:
+                    each.channel.post(_WAITING)
         return [each for each in ready if not isinstance(each, Alarm)]
 
     def _hear(self, run: _Round, ready: Iterable[Peer | Listener]) -> None:

@@ -150,7 +150,7 @@ class ScriptedSender:
             for sock in self._listener.accept():
                 self.channel = Channel(sock, RECEIVER_LIMIT)
         self.hear(Hello)
-        self.say(StreamOpening(plan, plan.digest if digest is None else digest, patience_s, patience_s))
+        self.say(StreamOpening(plan, plan.digest if digest is None else digest, patience_s))
         return self.hear(Answer)
 
     def say(self, message: Message | bytes, descriptors: Sequence[int] = ()) -> None:
