@@ -71,10 +71,7 @@ class StreamPlan:
     def digest(self) -> str:
         """SHA-256 hex of order, sizes, dtypes and cuts: equal on both sides or nothing is sent."""
         text = wire.encode(self)
-        cuts = ";".join(
-            f"{b.index}:{b.nbytes}:{','.join(f'{c.name}@{c.offset}+{c.nbytes}' for c in b.chunks)}"
-            for b in self.buckets
-        )
+        cuts = ";".join(f"{b.index}:{b.nbytes}:{','.join(map(_cut_as_text, b.chunks))}" for b in self.buckets)
         return hashlib.sha256(text + cuts.encode()).hexdigest()
 
     @property
@@ -101,6 +98,10 @@ def _cut(tensors: Sequence[TensorSpec], limit: int) -> Iterator[Bucket]:
             size = offset + nbytes
     if chunks:
         yield Bucket(index, tuple(chunks), size)
+
+
+def _cut_as_text(chunk: Chunk) -> str:
+    return f"{chunk.name}{chunk.box.start}{chunk.box.size}@{chunk.offset}+{chunk.nbytes}"
 
 
 def _aligned(size: int) -> int:

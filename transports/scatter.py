@@ -38,15 +38,19 @@ class Scatter:
         for read in reads:
             self._wanted[read.name].append(landing(specs[read.name], read))
         self._watched = {name: _Watched() for name in watch}
-        self._left = {name: prod(byte_shape(spec.shape, spec.dtype)) for name, spec in specs.items()}
+        self._shapes = {name: byte_shape(spec.shape, spec.dtype) for name, spec in specs.items()}
+        self._arrived = dict.fromkeys(specs, 0)  # elements; a tensor's regions come in row-major order
         self.delivered = 0  # bytes put into targets
 
     def take(self, chunk: Chunk, data: torch.Tensor) -> None:
         """`data`: uint8, on any device, the chunk's bytes; free to be overwritten when this returns.
 
-        On a device the copies are only queued: whoever overwrites `data` synchronises first.
+        On a device the copies are only queued: whoever overwrites `data` synchronises first. Raises Aborted
+        `stream_mismatch` for a region that is not the next one of its tensor.
         """
         spec = self._specs[chunk.name]
+        if _first_element(chunk, self._shapes[chunk.name]) != self._arrived[chunk.name]:
+            raise Aborted(Failure("stream_mismatch", f"region {chunk.box} came out of turn", tensor=chunk.name))
         for found in self._wanted.get(chunk.name, ()):
             common = chunk.box.meet(found.box)
             if common is None:
@@ -57,17 +61,28 @@ class Scatter:
         watched = self._watched.get(chunk.name)
         if watched is not None:
             watched.digest = add(watched.digest, _digest(spec, chunk, data))
-        self._left[chunk.name] -= chunk.box.numel
+        self._arrived[chunk.name] += chunk.box.numel
 
     def digest_of(self, name: str) -> int | None:
         """Of a watched tensor that has arrived whole; else None."""
-        return self._watched[name].digest if name in self._watched and not self._left[name] else None
+        return self._watched[name].digest if name in self._watched and self._whole(name) else None
 
     def check_complete(self) -> None:
-        """Raises Aborted `tensor_missing` with every tensor of which something did not come, or came twice."""
-        wrong = [name for name, left in self._left.items() if left]
+        """Raises Aborted `tensor_missing` with every tensor of which something did not come."""
+        wrong = [name for name in self._arrived if not self._whole(name)]
         if wrong:
             raise Aborted(*(Failure("tensor_missing", "did not arrive whole", tensor=name) for name in wrong[:100]))
+
+    def _whole(self, name: str) -> bool:
+        return name in self._arrived and self._arrived[name] == prod(self._shapes[name])
+
+
+def _first_element(chunk: Chunk, shape: tuple[int, ...]) -> int:
+    """Row-major number of the element with which a region begins."""
+    first = 0
+    for start, size in zip(chunk.box.start, shape, strict=True):
+        first = first * size + start
+    return first
 
 
 def _digest(spec: TensorSpec, chunk: Chunk, data: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from types import MappingProxyType
 from typing import Protocol
 
@@ -15,9 +16,9 @@ import torch
 
 from transports.base import Cancelled, Read, ReadReport
 from transports.buckets import Bucket, Chunk, StreamPlan
-from transports.dtypes import byte_shape, carrier
+from transports.dtypes import TORCH_DTYPES, byte_shape, carrier, is_packed
 from transports.scatter import Scatter
-from updater.core.errors import Aborted, Failure, Rejected
+from updater.core.errors import Aborted, Failure, Rejected, refuse
 from updater.core.participant import StreamOffer
 from updater.manifest import Manifest, TensorSpec
 
@@ -168,12 +169,32 @@ def pack(
 ) -> None:
     """Fill a sender's buffer: each chunk's region of its tensor, row-major. `tensors`: at least those of the bucket.
 
-    A tensor may be non-contiguous and on any device; it is copied region by region, never whole.
+    A tensor may be non-contiguous and on any device; it is copied region by region, never whole. Raises Rejected
+    `tensor_missing`, `tensor_shape`, `tensor_dtype` where a tensor is not what its spec says: the plan is out already.
     """
     for chunk in bucket.chunks:
-        spec, tensor = specs[chunk.name], tensors[chunk.name].detach()
-        shape = byte_shape(spec.shape, spec.dtype)
-        view = tensor if tuple(tensor.shape) == shape else tensor.view(torch.uint8).view(shape)
+        spec, tensor = specs[chunk.name], tensors.get(chunk.name)
+        if tensor is None:
+            raise refuse("tensor_missing", "announced, and not there to be sent", tensor=chunk.name)
+        view = _as_announced(spec, tensor.detach().resolve_conj().resolve_neg())
         bits = carrier(view.element_size())  # bytes travel unchanged, also of types that torch cannot copy
         piece = buffer[chunk.offset : chunk.offset + chunk.nbytes]
         piece.view(bits).view(chunk.box.size).copy_(view[chunk.box.slices()].view(bits))
+
+
+def _as_announced(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the shape that its bytes are cut by. Types that torch cannot hold, and packed ones, come as bytes
+    of any shape.
+    """
+    shape = byte_shape(spec.shape, spec.dtype)
+    own = TORCH_DTYPES.get(spec.dtype, torch.uint8)
+    as_bytes = own is torch.uint8 or is_packed(spec.dtype)
+    if tensor.dtype != own and not (as_bytes and tensor.dtype == torch.uint8):
+        raise refuse("tensor_dtype", f"{tensor.dtype}, announced as {spec.dtype}", tensor=spec.name)
+    if tuple(tensor.shape) == shape:
+        return tensor
+    if not is_packed(spec.dtype) or tensor.numel() != prod(shape):
+        hint = " (a part that was not gathered?)" if tensor.numel() < prod(shape) else ""
+        why = f"shape {list(tensor.shape)}, announced as {list(spec.shape)}{hint}"
+        raise refuse("tensor_shape", why, tensor=spec.name)
+    return tensor.contiguous().view(torch.uint8).view(shape)

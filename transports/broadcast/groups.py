@@ -152,6 +152,10 @@ class GlooGroup:
             raise Broken(_first_line(error)) from None
         return self._last
 
+    def wait(self, data: torch.Tensor) -> None:
+        """A bare broadcast, to its end. For measurements."""
+        self._group.broadcast([data], _from_sender()).wait()
+
     def close(self) -> None:
         """The only way to end a gloo group is to let go of it, which takes until its last collective has ended: the
         others let go of it too, or its time runs out.

@@ -27,12 +27,19 @@ class Line(Channel):
         self.post(message if isinstance(message, bytes) else encode(message))
 
     def said(self) -> list[Message]:
-        """What has come since the last call. Raises Gone, `wire.WireError`."""
-        while not self.ended and self._read():
-            pass
+        """What has come since the last call. When that is nothing, raises `wire.WireError` for what is no message, and
+        Gone when nothing can come any more.
+        """
         found: list[Message] = []
-        while (frame := self._frame()) is not None:
-            found.append(decode(frame))
+        try:
+            while self.spoilt is None and not self.ended and self._read():
+                pass
+            while self.spoilt is None and (frame := self._frame()) is not None:
+                found.append(decode(frame))
+        except wire.WireError as error:
+            self.spoilt = error
+        if not found and self.spoilt is not None:
+            raise self.spoilt
         if not found and self.ended:
             raise Gone
         return found

@@ -98,7 +98,7 @@ class BroadcastReceiver:
         with self._ending_badly():
             hearing = self._meet(should_stop)
             opening = hearing.next(Opening)
-            expected(_checked(opening))
+            _judge(opening, expected)
             hearing.line.say(Answer())
             hearing.patience_s = self._hub.patience_s or opening.begin_within_s
             group = self._join(hearing, opening)
@@ -195,14 +195,15 @@ class BroadcastReceiver:
             raise
 
 
-def _checked(opening: Opening) -> StreamPlan:
+def _judge(opening: Opening, expected: Callable[[StreamPlan], None]) -> None:
+    """Against the manifest first: cutting a plan of absurd sizes would take for ever."""
     try:
         opening.plan.check()
     except wire.WireError as error:
         raise mismatch(f"{error.where}: {error.why}") from None
+    expected(opening.plan)
     if opening.plan.digest != opening.digest:
         raise mismatch("the sender cuts its plan in another way")
-    return opening.plan
 
 
 def _formed(hearing: Hearing, forming: Forming) -> Group:

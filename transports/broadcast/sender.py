@@ -109,6 +109,8 @@ class BroadcastSender:
         with self._ending_badly():
             run, group = self._running()
             data = self._slots[bucket.index % 2][: bucket.nbytes]
+            if data.numel() != bucket.nbytes:  # gloo ends a process that is sent more than it has room for
+                raise Aborted(Failure("stream_mismatch", f"bucket {bucket.index} is larger than the plan allows"))
             settle_device()
             digest = to_hex(tensor_digest(data)) if self._digests else ""
             run.post(group, data, encode(Go(bucket.index, bucket.nbytes, digest)), time.monotonic() + deadline_s)
