@@ -78,9 +78,15 @@ class RankAgent:
         self._transports.close()
 
     def label(self, version: str, digest: str) -> None:
-        """Name the live bytes without changing them. Only while the engine is paused or has not started."""
+        """Name the live bytes without changing them. Only while the engine has not started."""
         self._state.engine.set_version(version, digest, CachePolicy.RESET)
         self._state.label = (version, digest)
+
+    def relabel(self, version: str, digest: str) -> None:
+        """The same while it is paused. Raises Aborted (`wrong_phase`) if it is not."""
+        if self._state.point is None:
+            raise wrong_phase("the engine is not paused")
+        self.label(version, digest)
 
     def discard(self, request: RankDiscard) -> RankDone:
         """Ends a running staging verb of this update first. `previous` survives if nothing was staged over it."""

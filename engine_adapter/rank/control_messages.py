@@ -29,11 +29,10 @@ class StartServing:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Relabel equal bytes: a joiner whose live digest is the fleet's opens under the fleet's version."""
+    """Relabel equal bytes, while paused: a joiner whose live digest is the fleet's opens under the fleet's version."""
 
     version: str
     digest: str
-    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)

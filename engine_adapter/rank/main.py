@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import hashlib
 import importlib
 import json
@@ -194,15 +195,14 @@ class RankProcess:
         self._ready_agent().label(request.version, request.digest)
         engine = self._ready_engine()
         engine.start(self._emit)
+        # Libraries and model leave several hundred thousand objects: looking through them once takes longer than ten
+        # pauses, and they stay for good.
+        gc.collect()
+        gc.freeze()
         threading.Thread(target=self._watch, args=(engine,), name="watch", daemon=True).start()
 
     def _label(self, request: Label) -> None:
-        engine, agent = self._ready_engine(), self._ready_agent()
-        engine.pause(request.deadline_s)
-        try:
-            agent.label(request.version, request.digest)
-        finally:
-            engine.unpause(request.deadline_s)
+        self._ready_agent().relabel(request.version, request.digest)
 
     def _submit(self, request: Any) -> None:
         self._ready_engine().submit(request)

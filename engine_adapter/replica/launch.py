@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import secrets
 import signal
@@ -236,6 +237,7 @@ class Replica:
         state = started(self.name, self._first_incarnation, str(START), digest, len(self.pool.hellos))
         front = Front(state, identity, self.work, self.gate, rejoin=self._rejoin)
         self.face.front = front
+        gc.freeze()  # what start left behind stays: no collection within a pause looks through it
         _log.info("%s: start checkpoint proved, digest %s", self.name, digest[:16])
         return front
 

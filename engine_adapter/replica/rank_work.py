@@ -151,9 +151,17 @@ class RankWork:
         return combined.observed
 
     async def join(self, version: str, digest: str) -> None:
-        """The live bytes are the fleet's: carry its label from now on."""
+        """The live bytes are the fleet's: carry its label from now on.
+
+        All ranks stand still before one is relabelled, and until all are: a rank that pauses and goes on by
+        itself leaves the others waiting for a pause that is over.
+        """
         deadline = self._deadlines.commit_s
-        await self._pool.call("label", Label(version, digest, deadline), deadline_s=deadline)
+        await self._pool.call("pause", RankPause(0, deadline), deadline_s=deadline)
+        try:
+            await self._pool.call("label", Label(version, digest), deadline_s=deadline)
+        finally:
+            await self.unpause(0)
 
     # --- the transaction
 

@@ -54,23 +54,35 @@ class ModelText:
 
 
 class TextStream:
-    """Text of a growing token list; holds back bytes that are not a whole character yet."""
+    """Text of a growing token list; holds back bytes that are not a whole character yet.
+
+    Only a window is decoded anew: the tokens whose text went out last, for what a decoder does between neighbours, and
+    those after them. A long reply would else cost its length squared, on the loop that closes and opens the gate.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._sent = 0
+        self._sent: list[int] = []  # the window's first part: its text went out
+        self._new: list[int] = []
 
     def add(self, tokens: tuple[int, ...], *, last: bool) -> str:
         """The text that these tokens make final."""
-        self._tokens.extend(tokens)
         if self._tokenizer is None:
             return ""
-        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        self._new.extend(tokens)
+        text = self._decode([*self._sent, *self._new])
         if not last and text.endswith(_REPLACEMENT):
             return ""
-        new, self._sent = text[self._sent :], len(text)
-        return new
+        before = self._decode(self._sent)
+        if len(text) > len(before):
+            self._sent, self._new = self._new, []
+        return text[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        if self._tokenizer is None or not tokens:
+            return ""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from updater.settings import Deadlines, Settings
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 TOKENS = 6
-HANG_S = 120.0  # only a hang reaches it
+HANG_S = 240.0  # only a hang reaches it
 
 
 @dataclass(frozen=True)

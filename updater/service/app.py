@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import signal
@@ -325,6 +326,7 @@ async def _serve(
     host, port = listener.getsockname()[:2]
     try:
         await coordinator.start()
+        gc.freeze()  # no collection within a pause looks through what start left behind
         _log.info("coordinator of fleet %r on %s port %d", settings.fleet, host, port)
         if not reason:
             await servers[0].serve(sockets=[listener])

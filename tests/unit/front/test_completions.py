@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine_adapter.replica.admission import Gate, Limits
 from engine_adapter.replica.app import ReplicaFace, make_app
@@ -216,3 +216,47 @@ def test_text_comes_in_whole_characters() -> None:
     first, second = stream.add((0,), last=False), stream.add((1,), last=True)
     assert first + second == tokenizer.decode([0, 1])
     assert TextStream(None).add((1, 2), last=True) == ""
+
+
+class Counting:
+    """A tokenizer that says how many tokens it was given at most at a time."""
+
+    def __init__(self, inner: Tokenizer) -> None:
+        self.inner, self.most = inner, 0
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        self.most = max(self.most, len(tokens))
+        text: str = self.inner.decode(tokens, skip_special_tokens=skip_special_tokens)
+        return text
+
+
+def byte_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: at for at, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def word_tokenizer() -> Tokenizer:
+    words = ["\u2581the", "\u2581brig", "s", "\u2581at", "\u2581", "dawn"]
+    tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="s"))
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_text_of_a_long_reply_is_made_from_a_window(kind: str, size: int) -> None:
+    if kind == "bytes":
+        tokenizer = byte_tokenizer()
+        ids = tokenizer.encode("the brig \u00e4t d\u00e4wn \U0001f6a2 \u4e2d\u6587, and on ".strip() * 20).ids
+    else:
+        tokenizer, ids = word_tokenizer(), [0, 1, 2, 3, 4, 5, 0, 4, 2] * 20
+    counting: Any = Counting(tokenizer)
+    stream = TextStream(counting)
+    parts = [tuple(ids[at : at + size]) for at in range(0, len(ids), size)]
+    told = [stream.add(part, last=at == len(parts) - 1) for at, part in enumerate(parts)]
+    assert "".join(told) == tokenizer.decode(ids)
+    assert not any("\ufffd" in text for text in told)
+    assert counting.most <= 4 * size + 8
