@@ -534,10 +534,12 @@ def a_frozen_coordinator_wakes_up(sim: Simulation) -> None:
     sim.restart()
     sim.settle()
     ended(sim, Outcome.ABORTED, "coordinator_restarted")
+    assert frozen is not None
+    assert sim.state is not None
+    assert sim.state.epoch > frozen.epoch
     sim.wire.extend(frozen_wire)
     sim.run()
     assert serving(sim) == {"a": "start", "b": "start"}
-    assert frozen is not None
     after, effects = sim.machines.fleet.step(frozen, events.JournalFailed(Failure("journal_failed", "another owner")))
     assert after.phase is Phase.STOPPED
     assert [type(effect).__name__ for effect in effects] == ["Stop"]
