@@ -33,7 +33,7 @@ class Measured:
     """Of one fleet. Milliseconds; bytes of all ranks together: `before` the first update, `resident` after each."""
 
     pauses: dict[str, list[float]] = field(default_factory=lambda: {"flip": [], "exchange": []})
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    parts: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {"flip": [], "exchange": []})
     rollbacks: list[float] = field(default_factory=list)
     stages: list[float] = field(default_factory=list)
     resident: list[int] = field(default_factory=list)
@@ -41,25 +41,35 @@ class Measured:
     shard: int = 0
 
 
-def publish_many(fleet: Fleet, checkpoints: tuple[Path, Path], rounds: int) -> Measured:
-    """`rounds` updates with flip and as many with exchange, in turns, and a rollback after each."""
-    seen, step = Measured(), 0
-    seen.before, seen.shard = resident_bytes(fleet.rank_pids()), fleet.shard_bytes()
-    live = "start"
-    for turn in range(rounds):
+class Publisher:
+    """Publishes to one fleet, round by round, and keeps what it saw."""
+
+    def __init__(self, fleet: Fleet, checkpoints: tuple[Path, Path]) -> None:
+        self._fleet, self._checkpoints = fleet, checkpoints
+        self._step, self._live = 0, "start"
+        self.seen = Measured(before=resident_bytes(fleet.rank_pids()), shard=fleet.shard_bytes())
+
+    def round(self, turn: int) -> None:
+        """An update with flip, a rollback of it, an update with exchange."""
+        fleet, seen = self._fleet, self.seen
         for mode in ("flip", "exchange"):
-            step += 1
-            receipt = fleet.publish(checkpoints[(step + turn) % 2], step, install=mode)
+            self._step += 1
+            receipt = fleet.publish(self._checkpoints[(self._step + turn) % 2], self._step, install=mode)
             seen.pauses[mode].append(receipt["pause"]["pause_ms"])
-            seen.parts[mode] = receipt["pause"]
+            seen.parts[mode].append(receipt["pause"])
             seen.stages.append(receipt["phases_ms"]["staging"])
             seen.resident.append(resident_bytes(fleet.rank_pids()))
             if mode == "flip":
-                back = fleet.rollback(live, receipt["version"], install=mode)
+                back = fleet.rollback(self._live, receipt["version"], install=mode)
                 seen.rollbacks.append(back["pause"]["pause_ms"])
             else:
-                live = receipt["version"]
-    return seen
+                self._live = receipt["version"]
+
+
+def parts(seen: Measured, mode: str) -> str:
+    """Medians of the parts of the pause."""
+    names = [f"{name}_ms" for name in ("quiesce", "decide", "install", "invalidate", "publish", "resume")]
+    return ", ".join(f"{name} {median(each[name] for each in seen.parts[mode]):.2f}" for name in names)
 
 
 def compare(report: Report, tp: int, small: Measured, big: Measured, bare_s: float) -> None:
@@ -77,7 +87,7 @@ def compare(report: Report, tp: int, small: Measured, big: Measured, bare_s: flo
         flip["big"] / AIM_MS,
         goal=1.0,
         at_most=True,
-        detail=", ".join(f"{part} {value:.2f}" for part, value in big.parts["flip"].items()),
+        detail=f"medians: {parts(big, 'flip')}; small: {parts(small, 'flip')}",
     )
     exchange, small_exchange = median(big.pauses["exchange"]), median(small.pauses["exchange"])
     report.add(
@@ -182,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--tp", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--small", action="store_true", help="a few KB on both sides: does it run at all")
     chosen = parser.parse_args()
@@ -195,13 +205,14 @@ def main() -> None:
         if not chosen.small:
             large = tuple(make_big(work / f"big{seed}", chosen.gigabytes, seed=seed) for seed in (0, 1))
         for tp in chosen.tp:
-            with fleet(work, tiny[0], tp, f"small-tp{tp}") as one:
-                small = publish_many(one, (tiny[0], tiny[1]), chosen.rounds)
+            with fleet(work, tiny[0], tp, f"small-tp{tp}") as one, fleet(work, large[0], tp, f"big-tp{tp}") as two:
+                small, big = Publisher(one, (tiny[0], tiny[1])), Publisher(two, (large[0], large[1]))
+                for turn in range(chosen.rounds):  # in turns: what else the machine does meets both
+                    small.round(turn)
+                    big.round(turn)
+                compare(report, tp, small.seen, big.seen, bare_exchange_s(work, f"big-tp{tp}"))
                 recovery(report, tp, one)
-            with fleet(work, large[0], tp, f"big-tp{tp}") as one:
-                big = publish_many(one, (large[0], large[1]), chosen.rounds)
-                compare(report, tp, small, big, bare_exchange_s(work, f"big-tp{tp}"))
-                serving(report, tp, one, large[1], 10_000, chosen.tokens)
+                serving(report, tp, two, large[1], 10_000, chosen.tokens)
     report.finish()
 
 
