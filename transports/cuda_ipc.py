@@ -27,12 +27,12 @@ class CudaIpcSender(LocalSender):
         device: torch.device | int | str | None = None,
         patience_s: float = PATIENCE_S,
         digests: bool = False,
-        address: str | None = None,
+        folder: str | None = None,
         memory: Device | None = None,
     ) -> None:
         """`memory`: a stand-in for the device."""
         super().__init__(
-            DeviceSenderMemory(memory or CudaDevice(device)), patience_s=patience_s, digests=digests, address=address
+            DeviceSenderMemory(memory or CudaDevice(device)), patience_s=patience_s, digests=digests, folder=folder
         )
 
 

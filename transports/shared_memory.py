@@ -21,12 +21,12 @@ __all__ = ["SharedMemoryHub", "SharedMemorySender"]
 
 class SharedMemorySender(LocalSender):
     """`patience_s`: how long a receiver waits for each bucket. `digests`: send one with every bucket, which names the
-    side that spoiled it and costs a look at every byte on both. `address`: a socket's path where sender and receivers
-    share a folder but no network namespace; else an abstract one.
+    side that spoiled it and costs a look at every byte on both. `folder`: for the socket, where sender and receivers
+    share a folder but no network namespace; else it is an abstract one, which leaves nothing even after a crash.
     """
 
-    def __init__(self, *, patience_s: float = PATIENCE_S, digests: bool = False, address: str | None = None) -> None:
-        super().__init__(_FileSender(), patience_s=patience_s, digests=digests, address=address)
+    def __init__(self, *, patience_s: float = PATIENCE_S, digests: bool = False, folder: str | None = None) -> None:
+        super().__init__(_FileSender(), patience_s=patience_s, digests=digests, folder=folder)
 
 
 class SharedMemoryHub(LocalHub):

@@ -160,12 +160,17 @@ def test_an_abstract_address_is_in_no_file_system(tmp_path: Path, monkeypatch: p
 
 
 def test_a_path_is_for_its_owner_and_gone_at_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "socket"
-    sender, hub = SharedMemorySender(address=str(path)), SharedMemoryHub()
+    sender, hub = SharedMemorySender(folder=str(tmp_path)), SharedMemoryHub()
+    path = Path(sender.address)
+    assert list(tmp_path.iterdir()) == [path]
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(OSError):
-        SharedMemorySender(address=str(path))
+        Listener(sender.address)
     good(Transfer(sender, [hub], tensors()).run())
+    sender.finish(1.0, normal=False)
+    assert list(tmp_path.iterdir()) == []
+    good(Transfer(sender, [hub], tensors()).run())
+    assert (sender.address != str(path), len(list(tmp_path.iterdir()))) == (True, 1)
     sender.close()
     hub.close()
     assert list(tmp_path.iterdir()) == []
@@ -500,6 +505,16 @@ def test_an_abort_wakes_a_sender_that_waits_for_receivers() -> None:
         assert isinstance(update.sender_error, Aborted)
         assert (update.sender_error.code, sender.session != before) == ("client_abort", True)
         good(Transfer(sender, hubs, tensors(2)).run())
+
+
+def test_who_comes_late_for_an_ended_session_knows_at_once() -> None:
+    with ends() as (sender, hubs):
+        offer = offer_of(sender, seats_for(1))
+        sender.finish(1.0, normal=False)
+        late = Receiving(hubs[0], manifest_of(specs_of(tensors())))
+        late.start(offer, 0).join(HANG_S)
+        assert isinstance(late.error, Aborted)
+        assert late.error.code == "peer_lost"
 
 
 def test_an_abort_between_updates_voids_the_offer_that_was_made() -> None:

@@ -21,8 +21,10 @@ _LONGEST = 107
 _RETRY_S = 0.02
 
 
-def fresh_address() -> str:
-    return f"@liveweights-{os.getpid()}-{secrets.token_hex(8)}"
+def fresh_address(folder: str | None = None) -> str:
+    """Abstract, or a path in `folder`."""
+    name = f"liveweights-{os.getpid()}-{secrets.token_hex(8)}"
+    return f"@{name}" if folder is None else os.path.join(os.path.abspath(folder), name)
 
 
 def _name(address: str) -> str:

@@ -60,16 +60,17 @@ class LocalSender:
     """A `transports.stream.StreamSender` over any `SenderMemory`. See `transports.shared_memory` for the options."""
 
     def __init__(
-        self, memory: SenderMemory, *, patience_s: float = PATIENCE_S, digests: bool = False, address: str | None = None
+        self, memory: SenderMemory, *, patience_s: float = PATIENCE_S, digests: bool = False, folder: str | None = None
     ) -> None:
         memory.check()
         self.kind = memory.kind
         self._memory = memory
         self._patience_s = min(patience_s, LONGEST_PATIENCE_S)
         self._digests = digests
-        self._listener = Listener(address or fresh_address())
+        self._folder = folder
         self._alarm = Alarm()
-        self._lock = threading.Lock()  # of the next four, which `abort` shares
+        self._lock = threading.RLock()  # of the next five, which `abort` shares
+        self._listener = Listener(fresh_address(folder))
         self._session = _fresh_session()
         self._round: _Round | None = None
         self._aborted = ""
@@ -80,7 +81,11 @@ class LocalSender:
 
     @property
     def address(self) -> str:
-        return self._listener.address
+        """One per session: whoever comes late for one that has ended finds nobody, and knows at once."""
+        with self._lock:
+            if self._listener.closed and not self._closed:
+                self._listener = Listener(fresh_address(self._folder))
+            return self._listener.address
 
     @property
     def session(self) -> str:
@@ -141,6 +146,7 @@ class LocalSender:
         """With nothing under way only the session is another one then: an offer that was made is void."""
         with self._lock:
             if self._round is None:
+                self._listener.close()
                 self._session = _fresh_session()
             else:
                 self._aborted = reason or "aborted"
@@ -150,14 +156,13 @@ class LocalSender:
         if not self._closed:
             self._closed = True
             self._end(Failure("peer_lost", "the sender has ended"))
-            self._listener.close()
             self._alarm.close()
 
     def _enter(self, offer: StreamOffer, plan: StreamPlan) -> _Round:
         with self._lock:
             if self._closed or self._round is not None:
                 raise _misused("closed" if self._closed else "an update is under way")
-            if offer.session != self._session:
+            if offer.session != self._session or self._listener.closed:
                 raise Aborted(Failure("client_abort", "the session of this offer has been ended"))
             self._round = _Round(offer, plan)
             return self._round
@@ -265,10 +270,9 @@ class LocalSender:
         for peer in self._peers:
             peer.hang_up(why)
         self._peers = []
-        for sock in self._listener.accept() if not self._listener.closed else ():
-            sock.close()
         self._drop_buffers()
         with self._lock:
+            self._listener.close()
             self._session = _fresh_session()
             self._round, self._aborted = None, ""
             self._alarm.hush()
