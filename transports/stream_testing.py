@@ -220,6 +220,7 @@ class Transfer:
     deadline_s: float = 20.0
     seats: tuple[Seats, ...] = ()
     plan: StreamPlan | None = None  # what the sender says it sends; None: what it has
+    raises: type[BaseException] = LiveweightsError  # what a sender may end with, besides well
     sender_error: BaseException | None = None
     receivers: list[Receiving] = field(default_factory=list)
 
@@ -233,7 +234,7 @@ class Transfer:
     def start(self, absent: Sequence[int] = ()) -> None:
         """`absent`: receivers that never come."""
         offer = offer_of(self.sender, self.seats)
-        sending = threading.Thread(target=self._send, args=(offer,), name="sender")
+        sending = threading.Thread(target=self.send, args=(offer,), name="sender")
         sending.start()
         self._threads = [sending]
         self._threads += [r.start(offer, at) for at, r in enumerate(self.receivers) if at not in absent]
@@ -257,9 +258,10 @@ class Transfer:
         self.join()
         return self
 
-    def _send(self, offer: StreamOffer) -> None:
+    def send(self, offer: StreamOffer) -> None:
+        """The sender's half, in this thread."""
         plan = self.plan or StreamPlan(specs_of(self.tensors), self.bucket_bytes)
         try:
             send_all(self.sender, offer, plan, self.tensors, self.deadline_s)
-        except LiveweightsError as error:
+        except (LiveweightsError, self.raises) as error:
             self.sender_error = error

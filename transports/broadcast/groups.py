@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -240,8 +241,8 @@ class Forming:
         with self._lock:
             self._group, self._error = group, error
             unwanted = self._given_up
-        if unwanted and group is not None:
-            group.close()
+        if unwanted:
+            let_go(group)
         self._notify()
 
     def outgoing(self) -> list[tuple[str, bytes]]:
@@ -263,7 +264,13 @@ class Forming:
             self._given_up = True
             group, self._group = self._group, None
         self.relay.close()
-        if group is not None:
+        let_go(group)
+
+
+def let_go(group: Group | None) -> None:
+    """Whatever a group says to its end: it is not used again, and its name never comes back."""
+    if group is not None:
+        with suppress(RuntimeError):
             group.close()
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from transports.base import Cancelled
-from transports.broadcast.groups import BACKENDS, Broken, Forming, Group, Pending, device_name, settle_device
+from transports.broadcast.groups import BACKENDS, Broken, Forming, Group, Pending, device_name, let_go, settle_device
 from transports.broadcast.hearing import Hearing, mismatch
 from transports.broadcast.line import Line, call, seats_digest
 from transports.broadcast.messages import Answer, Done, End, Formed, Go, Goodbye, Hello, Key, Opening, Ready
@@ -72,8 +72,7 @@ class BroadcastHub:
 
     def drop_group(self) -> None:
         group, self.group, self.group_name = self.group, None, ""
-        if group is not None:
-            group.close()
+        let_go(group)
 
     def close(self) -> None:
         self.drop()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from transports.broadcast.conduct import Round
-from transports.broadcast.groups import BACKENDS, Group, Relay, check_backend, device_name, settle_device
+from transports.broadcast.groups import BACKENDS, Group, Relay, check_backend, device_name, let_go, settle_device
 from transports.broadcast.line import accepted, join_address, listen, seats_digest
 from transports.broadcast.meeting import Meeting
 from transports.broadcast.messages import LONGEST_PATIENCE_S, End, Go, Opening, encode
@@ -207,8 +207,7 @@ class BroadcastSender:
 
     def _drop_group(self) -> None:
         group, self._group, self._group_name = self._group, None, ""
-        if group is not None:
-            group.close()
+        let_go(group)
 
 
 def _check(plan: StreamPlan) -> None:
