@@ -29,8 +29,8 @@ CONTROL, GENERATE = "control", "generate"
 CONTROL_CALLS = 32
 #: As many as may wait at a shut gate (`admission.Limits`): the rest waits in Ray, and none is refused.
 GENERATE_CALLS = 256
-#: A replica that can only be helped by a restart is ended by itself, once the fleet has heard why.
-EXIT_AFTER_S = 10.0
+#: How long a replica that only a restart can help is left for the fleet and its callers to hear why.
+BROKEN_S = 10.0
 _LOOK_EVERY_S = 1.0
 _log = logging.getLogger("liveweights.front")
 
@@ -63,19 +63,19 @@ class ReplicaActor:
     incarnation: shut until it has caught up, or has taken part in the next update.
     """
 
-    def __init__(self, settings: FrontSettings, address: str) -> None:
+    def __init__(self, settings: FrontSettings, address: str, broken_s: float = BROKEN_S) -> None:
         self._loop = LoopThread("front")
         self._replica, self._stop, self._life = self._loop.submit(_begin(settings, Address.parse(address))).result()
         self._face = in_process.Face(self._replica.server.config.app, self._loop, settings.tokens.admin)  # type: ignore[arg-type]
-        self._watch = self._loop.submit(self._end_when_over())
+        self._watch = self._loop.submit(self._end_when_over(broken_s))
 
-    async def _end_when_over(self) -> None:
+    async def _end_when_over(self, broken_s: float) -> None:
         """Ray restarts a process that ended; of one that is only shut it knows nothing."""
         while not (self._life.done() or _broken(self._replica)):
             await asyncio.wait({self._life}, timeout=_LOOK_EVERY_S)
         if not self._stop.is_set():
             _log.error("%s is broken: its actor ends", self._replica.name)
-            await asyncio.sleep(EXIT_AFTER_S)
+            await asyncio.sleep(broken_s)
             os._exit(1)
 
     # -- control
@@ -93,7 +93,8 @@ class ReplicaActor:
             return {"status": error.status, "text": json.dumps(http.problem_body(error))}
         return await self._face.ask(method, target, text)
 
-    @ray.method(concurrency_group=CONTROL)
+    # -- about it: anybody may wait here, so it takes no room from control
+
     async def ready(self) -> Reply:
         """When it serves: its version. Or why it never will."""
         joined = self._loop.run(_either(self._replica.joined, self._life))
@@ -103,19 +104,17 @@ class ReplicaActor:
         error = Unavailable(self._replica.face.failure or Failure("shut", "it ended", replica=self._replica.name))
         return {"status": error.status, "body": http.problem_body(error)}
 
-    @ray.method(concurrency_group=CONTROL)
     async def version(self) -> Reply:
         return await self._face.verb("GET", "/v1/version")
 
-    @ray.method(concurrency_group=CONTROL)
     async def address(self) -> str:
         """Where this actor is found by name."""
         return self._replica.url
 
-    @ray.method(concurrency_group=CONTROL)
     async def processes(self) -> dict[str, Any]:
-        """Process ids of the front and its ranks, and the port of its HTTP face."""
-        return {"front": os.getpid(), "ranks": list(self._replica.pool.pids), "port": self._replica.port}
+        """Process ids of the front and its ranks, the node they are on, and the port of the HTTP face."""
+        node = ray.get_runtime_context().get_node_id()
+        return {"front": os.getpid(), "ranks": list(self._replica.pool.pids), "node": node, "port": self._replica.port}
 
     @ray.method(concurrency_group=CONTROL)
     async def stop(self) -> None:
@@ -186,12 +185,14 @@ def start_replica(
     namespace: str = NAMESPACE,
     max_restarts: int = -1,
     generate_calls: int = GENERATE_CALLS,
+    broken_s: float = BROKEN_S,
     **options: Any,
 ) -> Handle:
     """The handle of a new actor named `settings.replica`, which joins `coordinator` (handle, name or address).
 
     `options`: Ray's own for an actor: `num_gpus`, `resources`, `scheduling_strategy`. Ranks inherit the devices that
-    the actor was given. Raises ValueError without a name, or if it is taken.
+    the actor was given. `broken_s`: after a rank died, or the start failed, the actor's process ends, so that Ray
+    restarts it. Raises ValueError without a name, or if it is taken.
     """
     if not settings.replica:
         raise ValueError("a replica that is an actor needs a name")
@@ -205,7 +206,7 @@ def start_replica(
         max_task_retries=0,  # what was for one life is not for the next: the coordinator itself says it again
         **{"num_cpus": settings.tp, **options},
     )
-    return actor.remote(settings, str(Address(settings.replica, namespace)))
+    return actor.remote(settings, str(Address(settings.replica, namespace)), broken_s)
 
 
 def stop_replica(replica: Handle, timeout_s: float = 60.0) -> None:

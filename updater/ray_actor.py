@@ -76,7 +76,7 @@ class CoordinatorActor:
         """Any route, as `request`, where the answer may take as long as an update."""
         return await self._face.ask(method, target, text)
 
-    @ray.method(concurrency_group=PATIENT)
+    @ray.method(concurrency_group=PATIENT, max_task_retries=0)
     async def stream(self, method: str, target: str, text: str = "") -> AsyncIterator[int | str]:
         """The status, then the body in pieces of text."""
         async with aclosing(self._face.stream(method, target, text)) as pieces:
@@ -120,7 +120,7 @@ class CoordinatorActor:
     async def abort(self, update: str) -> Reply:
         return await self._face.verb("POST", f"{_update(update)}/abort")
 
-    @ray.method(concurrency_group=PATIENT)
+    @ray.method(concurrency_group=PATIENT, max_task_retries=0)
     async def events(self, update: str) -> AsyncIterator[dict[str, Any]]:
         """`{"event", "data"}`: the state now, every change, the receipt. For an unknown update one `problem`."""
         async with aclosing(self._face.stream("GET", f"{_update(update)}/events")) as pieces:
@@ -189,7 +189,8 @@ def start_coordinator(
     """The handle of a new named actor. `settings.state`: the journal's folder, on a disk that outlives the process.
 
     `options`: Ray's own for an actor: `resources`, `scheduling_strategy`, `lifetime="detached"`. Calls that a crash
-    interrupts are sent again by Ray to the restarted actor: every verb may be repeated (I7). Raises ValueError if the
+    interrupts are sent again by Ray to the restarted actor: every verb may be repeated (I7). A stream of events is
+    not: half of one life and half of the next make no sense, and its reader asks for another. Raises ValueError if the
     name is taken.
     """
     actor = ray.remote(**GROUPS)(CoordinatorActor).options(

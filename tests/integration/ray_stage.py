@@ -1,0 +1,181 @@
+"""A Ray cluster of two nodes on this machine, and a fleet of actors on it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.exceptions import RayActorError
+
+from engine_adapter.ray_replica import start_replica, stop_replica
+from engine_adapter.testing import Reference, fixture_config, make_toy_checkpoint, toy_tensors
+from engine_adapter.testing.fronts import PROMPT, toy_settings
+from trainer_side.ray import RayClient, push_ray
+from updater.core.errors import LiveweightsError
+from updater.ray_actor import start_coordinator, stop_coordinator
+from updater.schemas import Receipt
+from updater.settings import Deadlines, Settings
+
+HANG_S = 120.0  # only a hang reaches it
+STORE_BYTES = 80 << 20
+TOKENS = 6
+DEADLINES = Deadlines(probe_every_s=0.5, status_s=5.0, lost_after=2, retry_first_s=0.02, shutdown_s=10.0)
+
+
+@contextmanager
+def two_nodes() -> Iterator[Cluster]:
+    """Nodes with the resources `left` and `right`. On return no process of the cluster is left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.delenv("RAY_ADDRESS", raising=False)
+        before = set(psutil.Process().children(recursive=True))
+        cluster, started = Cluster(), set[psutil.Process]()
+        try:
+            for name in ("left", "right"):
+                shape = {"num_cpus": 8, "resources": {name: 8.0}, "object_store_memory": STORE_BYTES}
+                cluster.add_node(**shape, **({"include_dashboard": False} if name == "left" else {}))
+            ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+            yield cluster
+        finally:
+            started = set(psutil.Process().children(recursive=True)) - before
+            ray.shutdown()
+            cluster.shutdown()
+            _, left = psutil.wait_procs(started, timeout=30)
+            for process in left:
+                process.kill()
+        assert left == []
+
+
+@dataclass
+class Fleet:
+    """A coordinator and replicas as actors. Checkpoint `a` is what the replicas start on."""
+
+    home: Path
+    namespace: str
+    coordinator: Any
+    client: RayClient
+    replicas: dict[str, Any] = field(default_factory=dict)
+    steps: int = 0
+
+    @property
+    def paths(self) -> tuple[Path, Path]:
+        return self.home / "a", self.home / "b"
+
+    def start(self, name: str, node: str, tp: int = 1, **options: Any) -> Any:
+        wanted = toy_settings(self.paths[0], tp, replica=name, logs=self.home / "logs" / name, options=options)
+        wanted = replace(wanted, roots=(self.home,))
+        self.replicas[name] = start_replica(
+            wanted, coordinator=self.coordinator, namespace=self.namespace, broken_s=0.5, resources={node: 1}
+        )
+        return self.replicas[name]
+
+    def next(self) -> int:
+        self.steps += 1
+        return self.steps
+
+    def other(self) -> Path:
+        """The checkpoint that is not live."""
+        a, b = self.paths
+        return b if self.live_path() == a else a
+
+    def live_path(self) -> Path:
+        """By what replica `one` answers, which only one of the two can make it answer."""
+        told = ask(self.replicas["one"].generate.remote(PROMPT, TOKENS, ignore_eos=True))["body"]
+        return next(path for path in self.paths if told["choices"][0]["token_ids"] == tokens(path))
+
+    def serves(self, name: str, path: Path, version: str) -> None:
+        told = ask(self.replicas[name].generate.remote(PROMPT, TOKENS, ignore_eos=True))
+        assert told["status"] == 200, told
+        assert told["body"]["choices"][0]["token_ids"] == tokens(path)
+        assert told["body"]["liveweights"]["version"] == version
+
+    def ended(self, update: str) -> Receipt:
+        """Its receipt, however it ended and whoever coordinates by then."""
+        receipts: list[Receipt] = []
+        until(lambda: receipts.extend(filter(None, [self.client.status(update).receipt])) or bool(receipts))
+        return receipts[0]
+
+    def phase(self, update: str, phase: str) -> None:
+        until(lambda: self.client.status(update).phase == phase)
+
+
+@contextmanager
+def ray_fleet(home: Path, namespace: str) -> Iterator[Fleet]:
+    make_toy_checkpoint(home / "a", seed=7)
+    make_toy_checkpoint(home / "b", seed=8)
+    settings = Settings(state=home / "state", roots=(home,), deadlines=DEADLINES)
+    coordinator = start_coordinator(settings, namespace=namespace)
+    fleet = Fleet(home, namespace, coordinator, RayClient(coordinator))
+    try:
+        yield fleet
+    finally:
+        fleet.client.close()
+        for replica in fleet.replicas.values():
+            stop_replica(replica)
+        stop_coordinator(coordinator)
+
+
+class Trainer:
+    """An actor that has weights and the coordinator's handle."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self._coordinator = coordinator
+        self._client = RayClient(coordinator)
+
+    def push(self, seed: int, step: int, **options: Any) -> dict[str, Any]:
+        weights = toy_tensors(fixture_config("M0"), seed)
+        return push_ray(weights, step, coordinator=self._coordinator, **options).model_dump(mode="json")
+
+    def rollback(self) -> dict[str, Any]:
+        return self._client.rollback().model_dump(mode="json")
+
+
+@cache
+def tokens(path: Path) -> list[int]:
+    return list(Reference.load(path).generate(PROMPT, TOKENS))
+
+
+def ask(reference: Any) -> Any:
+    return ray.get(reference, timeout=HANG_S)
+
+
+def ask_again(call: Callable[[], Any]) -> Mapping[str, Any]:
+    """The first success of an actor that restarts meanwhile."""
+    answers: list[Any] = []
+
+    def answered() -> bool:
+        try:
+            answers.append(ask(call()))
+        except RayActorError:
+            return False
+        return bool(answers[-1]["status"] == 200)
+
+    until(answered)
+    success: Mapping[str, Any] = answers[-1]
+    return success
+
+
+def until(reached: Callable[[], bool]) -> None:
+    """Asked again and again: each question is a round trip. Raises AssertionError for a hang."""
+    end = time.monotonic() + HANG_S
+    while not reached():
+        assert time.monotonic() < end, "hangs"
+
+
+def code_of(call: Callable[[], Any]) -> LiveweightsError:
+    """The typed error that this must end in."""
+    try:
+        answer = call()
+    except LiveweightsError as error:
+        return error
+    raise AssertionError(f"not refused: {answer}")
