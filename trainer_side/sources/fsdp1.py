@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from trainer_side.sources.casts import Casts, cast
 from trainer_side.sources.parts import Part, PartsSource
-from trainer_side.sources.state_dict import check, part_of
+from trainer_side.sources.state_dict import check, global_rank, part_of
 from trainer_side.sources.whole import WholePart
 from transports.base import Box
 from transports.digest import MASK, region_digest
@@ -40,7 +40,7 @@ def fsdp1_source(
         name: each for name, each in module.named_modules() if isinstance(each, FullyShardedDataParallel)
     }
     group = group or _group_of(list(units.values()))
-    sender = dist.get_global_rank(group, sender_rank)
+    sender = global_rank(group, sender_rank)
     flat = [each for name, unit in units.items() for each in _flat_tensors(name, unit, sender)]
     managed = {id(unit._handle.flat_param) for unit in units.values() if unit._handle is not None}
     aliases = [pair for name, unit in units.items() for pair in _shared(name, unit)]
@@ -50,7 +50,7 @@ def fsdp1_source(
     check(plain, names)
     casts.check(names.values())
     parts: dict[str, Part] = {each.raw: each.part(names[each.raw], casts) for each in flat}
-    parts.update((name, part_of(names[name], tensor, casts)) for name, tensor in plain.items())
+    parts.update((name, part_of(names[name], tensor, casts, sender)) for name, tensor in plain.items())
     parts.update((alias, tensors[name].part(names[alias], casts)) for alias, name in aliases)
     ties = [(names[alias], names[name]) for alias, name in aliases]
     return PartsSource(list(parts.values()), ties, group=group, sender_rank=sender_rank)

@@ -14,7 +14,7 @@ import torch
 
 from trainer_side.sources.casts import Casts, cast
 from trainer_side.sources.parts import Part, PartsSource
-from trainer_side.sources.state_dict import check, group_of_meshes, is_sharded, part_of, ties_of
+from trainer_side.sources.state_dict import check, global_rank, group_of_tensors, part_of, ties_of
 from trainer_side.sources.steps import storage_key
 from transports.dtypes import DTYPE_NAMES
 from updater.core.errors import Failure, Rejected, refuse
@@ -65,10 +65,9 @@ def lora_source(
     if not walk.changed:
         raise refuse("adapter_unsupported", "no layer is changed by an active adapter: this would push the bare base")
     _check_ties(entries, names)
-    parts = [_part(entry, names[entry.name], casts) for entry in entries]
-    meshes = [tensor for tensor in tensors.values() if is_sharded(tensor)]
-    if meshes and group is None:
-        group = group_of_meshes(meshes)
+    group = group or group_of_tensors(tensors.values())
+    sender = global_rank(group, sender_rank)
+    parts = [_part(entry, names[entry.name], casts, sender) for entry in entries]
     return PartsSource(parts, ties_of(parts), group=group, sender_rank=sender_rank)
 
 
@@ -113,16 +112,16 @@ def _sum(delta: Delta, a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
     return summed.to(b.dtype) if wide else summed
 
 
-def _part(entry: Entry, name: str, casts: Casts) -> Part:
+def _part(entry: Entry, name: str, casts: Casts, sender: int) -> Part:
     if not entry.deltas:
-        return part_of(name, entry.tensor, casts)
+        return part_of(name, entry.tensor, casts, sender)
     spec = TensorSpec(name, casts.wire(name, DTYPE_NAMES[entry.tensor.dtype]), tuple(entry.tensor.shape))
-    as_it_is = Casts()
-    factors = tuple(
-        (delta, part_of(name, delta.a, as_it_is), None if delta.b is None else part_of(name, delta.b, as_it_is))
-        for delta in entry.deltas
-    )
-    return LoraPart(spec, part_of(name, entry.tensor, as_it_is), factors)
+
+    def as_it_is(tensor: torch.Tensor) -> Part:
+        return part_of(name, tensor, Casts(), sender)
+
+    factors = tuple((each, as_it_is(each.a), None if each.b is None else as_it_is(each.b)) for each in entry.deltas)
+    return LoraPart(spec, as_it_is(entry.tensor), factors)
 
 
 def _check_ties(entries: Sequence[Entry], names: Mapping[str, str]) -> None:

@@ -24,19 +24,21 @@ Run = tuple[int, int, int]  # of one dimension: start in the whole tensor, start
 class ShardedPart:
     """`tensor`: a detached DTensor; `local`: its shard on this rank; `given`: the shard that the trainer writes to.
 
-    The detached DTensor shares the version counter of the trainer's; its shard has one of its own.
+    The detached DTensor shares the version counter of the trainer's; its shard has one of its own. `sender`: rank in
+    the world of the one that sends.
     """
 
     spec: TensorSpec
     tensor: DTensor
     local: torch.Tensor
     given: torch.Tensor
+    sender: int
 
     @classmethod
-    def of(cls, spec: TensorSpec, tensor: DTensor) -> ShardedPart:
+    def of(cls, spec: TensorSpec, tensor: DTensor, sender: int) -> ShardedPart:
         with torch.no_grad():
             detached: DTensor = tensor.detach()  # type: ignore[assignment]
-            return cls(spec, detached, detached.to_local(), tensor._local_tensor)
+            return cls(spec, detached, detached.to_local(), tensor._local_tensor, sender)
 
     @property
     def watched(self) -> Sequence[torch.Tensor]:
@@ -47,10 +49,13 @@ class ShardedPart:
         return torch.device(self.tensor.device_mesh.device_type)
 
     def share(self, sender: bool) -> int | None:
-        """Of this rank's shard, in the coordinates of the whole; 0 where another rank counts the same shard."""
+        """Of this rank's shard, in the coordinates of the whole; 0 where another rank counts the same shard.
+
+        Where several meshes hold the tensor, one per tensor-parallel rank, that of the sender counts it.
+        """
         mesh, placements = self.tensor.device_mesh, self.tensor.placements
         coordinate = mesh.get_coordinate()
-        if coordinate is None or not counts(coordinate, placements):
+        if coordinate is None or not counts(coordinate, placements) or self.sender not in mesh.mesh.flatten().tolist():
             return 0
         held = cast(self.local, self.spec.dtype)
         total = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -36,10 +36,9 @@ def state_dict_source(
     names = clean_names(state)
     check(state, names)
     casts.check(names.values())
-    parts = [part_of(names[name], tensor, casts) for name, tensor in state.items()]
-    meshes = [tensor for tensor in state.values() if is_sharded(tensor)]
-    if meshes and group is None:
-        group = group_of_meshes(meshes)
+    group = group or group_of_tensors(state.values())
+    sender = global_rank(group, sender_rank)
+    parts = [part_of(names[name], tensor, casts, sender) for name, tensor in state.items()]
     return PartsSource(parts, ties_of(parts), group=group, sender_rank=sender_rank)
 
 
@@ -58,14 +57,17 @@ def check(state: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> None:
         raise Rejected(*faults)
 
 
-def part_of(name: str, tensor: torch.Tensor, casts: Casts) -> Part:
-    """detach() shares the version counter with its source, so that later steps on the parameter are still seen."""
+def part_of(name: str, tensor: torch.Tensor, casts: Casts, sender: int) -> Part:
+    """detach() shares the version counter with its source, so that later steps on the parameter are still seen.
+
+    `sender`: its rank in the world.
+    """
     spec = TensorSpec(name, casts.wire(name, DTYPE_NAMES[tensor.dtype]), tuple(tensor.shape))
     if not is_sharded(tensor):
         return WholePart(spec, tensor.detach())
     from trainer_side.sources.sharded import ShardedPart
 
-    return ShardedPart.of(spec, tensor)
+    return ShardedPart.of(spec, tensor, sender)
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
@@ -90,12 +92,22 @@ def _lies_sharded(part: Part) -> TypeGuard[ShardedPart]:
     return is_sharded(getattr(part, "tensor", None))
 
 
-def group_of_meshes(tensors: list[DTensor]) -> ProcessGroup:
-    """All ranks, if they share a mesh; or the one group of a smaller mesh. Raises Rejected where that is not clear."""
-    meshes = {tensor.device_mesh for tensor in tensors}
+def group_of_tensors(tensors: Iterable[torch.Tensor]) -> ProcessGroup | None:
+    """All ranks, if they share a mesh; or the one group of a smaller mesh; None where nothing is sharded.
+
+    Raises Rejected where that is not clear.
+    """
+    meshes = {tensor.device_mesh for tensor in tensors if is_sharded(tensor)}
+    if not meshes:
+        return None
     if any(mesh.size() == torch.distributed.get_world_size() for mesh in meshes):
         world: ProcessGroup = torch.distributed.group.WORLD  # type: ignore[assignment]
         return world
     if len(meshes) == 1 and (mesh := meshes.pop()).ndim == 1:
         return mesh.get_group()
     raise refuse("bad_request", "sharded over several meshes: say which ranks push together, group=...")
+
+
+def global_rank(group: ProcessGroup | None, rank: int) -> int:
+    """Of a rank of the group, in the world."""
+    return rank if group is None else torch.distributed.get_global_rank(group, rank)
