@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,14 @@ class MegatronPart:
             total += region_digest(cast(piece, self.spec.dtype), self.spec.shape, self.spec.dtype, box)
             start = (start[0] + piece.shape[0], *start[1:]) if start else start
         return total & MASK
+
+    def fill(self, whole: Any) -> None:
+        """The other way: set what this rank holds from a tensor (or a slice reader of a file) of the whole shape."""
+        for box, fragment in self.held.items():
+            region, at = whole[_slices(box)], 0
+            for piece in fragment.pieces:
+                piece.copy_(region[at : at + piece.shape[0]] if len(fragment.pieces) > 1 else region)
+                at += piece.shape[0]
 
     def whole(self, sender: bool) -> torch.Tensor | None:
         """Point to point from the owners of its regions to the sender; other ranks have nothing to do."""

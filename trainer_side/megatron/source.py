@@ -68,8 +68,12 @@ class MegatronSource(PartsSource):
             spec = plan.spec
             wire = TensorSpec(spec.name, casts.wire(spec.name, spec.dtype), spec.shape)
             parts.append(MegatronPart(wire, plan, by_name.get(spec.name, {}), here))
-        self._pieces, self._here = tuple(parts), here
+        self._tensors, self._here = tuple(parts), here
         super().__init__(parts, (TIE,) if shape.tied else (), group=group, sender_rank=sender_rank)
+
+    @property
+    def parts(self) -> Sequence[MegatronPart]:
+        return self._tensors
 
     @torch.no_grad()
     def digests(self) -> Mapping[str, str]:
@@ -82,7 +86,9 @@ class MegatronSource(PartsSource):
 
     def _compare_copies(self) -> None:
         """One all-reduce: each holder of a region that others hold too puts its own digest into a slot of its own."""
-        copied = [(part, region) for part in self._pieces for region in part.planned.regions if len(region.holders) > 1]
+        copied = [
+            (part, region) for part in self._tensors for region in part.planned.regions if len(region.holders) > 1
+        ]
         if self._here.group is None or not copied:
             return
         mine = [

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
+
+from trainer_side.megatron.source import MegatronSource
 
 
 def without_cuda() -> None:
@@ -60,6 +63,21 @@ def gpt_chunks(config: Mapping[str, Any], *, dtype: torch.dtype = torch.float32,
             ).to(dtype)
         )
     return chunks
+
+
+@torch.no_grad()
+def load_folder(source: MegatronSource, folder: str | Path) -> None:
+    """Fill the model behind `source` from a Hugging Face checkpoint: every rank reads its own regions, and only them.
+
+    The source has seen its weights change then: make another one to publish.
+    """
+    from safetensors import safe_open
+
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for part in source.parts:
+                if part.spec.name in tensors.keys():  # noqa: SIM118  (no mapping)
+                    part.fill(tensors.get_slice(part.spec.name))
 
 
 def transformer_config(config: Mapping[str, Any], dtype: torch.dtype, **options: Any) -> Any:

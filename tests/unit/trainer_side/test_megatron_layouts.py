@@ -74,10 +74,10 @@ def tensor_seats(size: int) -> list[Coordinates]:
     return [Coordinates(tensor=Seat(rank, size)) for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("part", ["weight", "bias"])
 def test_fused_attention_comes_apart_by_groups(size: int, part: str) -> None:
-    """Size 4 has two ranks to a group, so cuts fall inside groups."""
+    """Sizes 4 and 8 have several ranks to a group: cuts fall between its parts, and inside its queries."""
     rest = (HIDDEN,) if part == "weight" else ()
     q, k, v = (numbers(rows, *rest, start=1000 * at) for at, rows in enumerate((16, 8, 8)))
     fused = torch.cat([q[:8], k[:4], v[:4], q[8:], k[4:], v[4:]])
@@ -355,6 +355,59 @@ def test_layers_are_numbered_over_all_chunks_whatever_is_around_them() -> None:
     with pytest.raises(Rejected) as caught:
         MegatronSource([chunk(1), chunk(1)], coordinates=Coordinates(), geometry=geometry)
     assert caught.value.code == "tensor_duplicate"
+
+
+class Fused(nn.Module):
+    """A layer with an attention of two groups, as one rank of one holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_number = 1
+        self.self_attention = nn.Module()
+        self.self_attention.linear_qkv = nn.Linear(HIDDEN, 32)
+
+
+def fused() -> nn.Module:
+    module, decoder = nn.Module(), nn.Module()
+    decoder.layers = nn.ModuleList([Fused()])
+    module.decoder = decoder
+    return module
+
+
+def test_pieces_of_a_fragment_are_digested_where_they_lie() -> None:
+    model = fused()
+    source = MegatronSource(model, coordinates=Coordinates(), geometry=SHAPE)
+    whole = {name: tensor for name, tensor in source.tensors() if tensor is not None}
+    assert len(whole) == 6
+    assert source.digests() == {name: f"{tensor_digest(tensor):016x}" for name, tensor in whole.items()}
+
+
+def test_a_model_is_filled_by_the_same_regions() -> None:
+    model, other = fused(), fused()
+    source, target = (MegatronSource(each, coordinates=Coordinates(), geometry=SHAPE) for each in (model, other))
+    whole = dict(source.tensors())
+    with torch.no_grad():
+        for part in target.parts:
+            part.fill(whole[part.spec.name])
+    assert target.digests() == source.digests()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor)
+    with pytest.raises(Rejected) as caught:
+        target.check_untouched()
+    assert {failure.code for failure in caught.value.failures} == {"source_changed"}
+    assert len(caught.value.failures) == 6
+
+
+def test_a_write_that_leaves_no_trace_still_breaks_the_promise() -> None:
+    """Megatron's optimisers write through `.data`: versions stay, and the digests taken before do not fit."""
+    model = fused()
+    source = MegatronSource(model, coordinates=Coordinates(), geometry=SHAPE)
+    promised = source.digests()
+    model.get_parameter("decoder.layers.0.self_attention.linear_qkv.weight").data.mul_(2)
+    source.check_untouched()
+    sent = {name: f"{tensor_digest(tensor):016x}" for name, tensor in source.tensors() if tensor is not None}
+    changed = {name for name, digest in promised.items() if sent[name] != digest}
+    assert changed == {f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "qkv"}
 
 
 def test_rules_of_ones_own_come_first() -> None:
