@@ -85,6 +85,24 @@ class Lockstep:
         return [part[:count].cpu().numpy().tobytes() for part, count in zip(parts, counts, strict=True)]
 
 
+#: One per group of a trainer, for the life of the process: a second one of the same ranks would have the name of the
+#: first in the store, and meet what that left there.
+_SIDE: dict[ProcessGroup, ProcessGroup] = {}
+
+
+def side_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """The same ranks once more, over gloo. Collective when it is first asked for.
+
+    For what goes on in the background, where nothing may come between the trainer's own collectives.
+    """
+    if group is None:
+        return None
+    if group not in _SIDE:
+        ranks = dist.get_process_group_ranks(group)
+        _SIDE[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _SIDE[group]
+
+
 def _device(group: ProcessGroup | None) -> torch.device:
     """One that the group's backend takes."""
     backend = str(dist.get_backend(group))

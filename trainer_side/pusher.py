@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import torch
@@ -20,7 +20,7 @@ from trainer_side import flows
 from trainer_side.client import UPDATE_S, Client
 from trainer_side.folder import SHARD_BYTES
 from trainer_side.hooks import Hooks
-from trainer_side.lockstep import Lockstep
+from trainer_side.lockstep import Lockstep, side_group
 from trainer_side.on_disk import FolderSending, Shelf
 from trainer_side.request import Terms
 from trainer_side.running import Link
@@ -36,9 +36,6 @@ from updater.core.errors import refuse
 from updater.core.policy import Policy
 from updater.core.version import Version
 from updater.schemas import Receipt
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: Folder for pushed checkpoints, where `directory` is not given. The coordinator must have it among its roots.
 DIRECTORY_ENV = "LIVEWEIGHTS_DIRECTORY"
@@ -97,7 +94,6 @@ class Pusher:
         self._bucket_bytes, self._stall_s = bucket_bytes, stall_s
         self._sender_options = dict(sender_options or {})
         self._senders: dict[str, StreamSender] = {}
-        self._side_groups: dict[ProcessGroup, ProcessGroup] = {}
         self._one_at_a_time = threading.Lock()
         self._background: ThreadPoolExecutor | None = None
 
@@ -148,9 +144,6 @@ class Pusher:
         for sender in self._senders.values():
             sender.close()
         self._senders.clear()
-        for group in self._side_groups.values():
-            torch.distributed.destroy_process_group(group)
-        self._side_groups.clear()
         if self._client is not None:
             self._client.close()
 
@@ -232,7 +225,7 @@ class Pusher:
                 folder = _existing(weights)
                 return self._later(lambda: self._follow(self._of_folder(folder, asked, None), True, Lockstep(None)))
             source = as_source(weights)
-            team, side = Lockstep(source.group), self._side_group(source.group)
+            team, side = Lockstep(source.group), side_group(source.group)
             kind = team.lead((lambda: {"kind": self._kind()}) if source.is_sender else None)["kind"]
             if kind == "disk":
                 return self._start_from_disk(source, asked, team, Lockstep(side))
@@ -273,16 +266,6 @@ class Pusher:
                 return work()
 
         return self._background.submit(run)
-
-    def _side_group(self, group: ProcessGroup | None) -> ProcessGroup | None:
-        """The same ranks once more: in the background nothing may come between the trainer's own collectives."""
-        if group is None:
-            return None
-        if group not in self._side_groups:
-            ranks = torch.distributed.get_process_group_ranks(group)
-            made = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            self._side_groups[group] = made
-        return self._side_groups[group]
 
 
 def push(
