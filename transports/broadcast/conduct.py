@@ -9,9 +9,10 @@ from socket import socket
 
 import torch
 
-from transports.broadcast.groups import Broken, Forming, Group, Pending, Relay
+from transports.broadcast.forming import Forming, Relay
 from transports.broadcast.messages import Goodbye, Key, encode
 from transports.broadcast.peers import Peer, named, reasons
+from transports.broadcast.pending import Broken, Group, Pending
 from transports.buckets import StreamPlan
 from transports.local.channel import Alarm, Gone, wait
 from updater import wire

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from transports.base import Cancelled
-from transports.broadcast.groups import Broken
 from transports.broadcast.line import SLICE_S, Line
 from transports.broadcast.messages import Answer, Done, End, Formed, Go, Goodbye, Hello, Key, Message, Opening, Ready
+from transports.broadcast.pending import Broken
 from transports.local.channel import Alarm, Gone, wait
 from updater import wire
 from updater.core.errors import Aborted, Failure

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 import torch
 
 from transports.base import Cancelled
-from transports.broadcast.groups import BACKENDS, Broken, Forming, Group, Pending, device_name, let_go, settle_device
+from transports.broadcast.forming import Forming
+from transports.broadcast.groups import BACKENDS, device_name, settle_device
 from transports.broadcast.hearing import Hearing, mismatch
 from transports.broadcast.line import Line, call, seats_digest
 from transports.broadcast.messages import Answer, Done, End, Formed, Go, Goodbye, Hello, Key, Opening, Ready
+from transports.broadcast.pending import Broken, Group, Pending, let_go
 from transports.buckets import Bucket, Chunk, StreamPlan
 from transports.digest import tensor_digest, to_hex
 from transports.local.channel import SENDER_LIMIT, Alarm, Gone

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 import torch
 
 from transports.broadcast.conduct import Round
-from transports.broadcast.groups import BACKENDS, Group, Relay, check_backend, device_name, let_go, settle_device
+from transports.broadcast.forming import Relay
+from transports.broadcast.groups import BACKENDS, check_backend, device_name, settle_device
 from transports.broadcast.line import accepted, join_address, listen, seats_digest
 from transports.broadcast.meeting import Meeting
 from transports.broadcast.messages import LONGEST_PATIENCE_S, End, Go, Opening, encode
 from transports.broadcast.peers import Peer, place
+from transports.broadcast.pending import Group, let_go
 from transports.buckets import BUCKET_BYTES, Bucket, StreamPlan
 from transports.digest import tensor_digest, to_hex
 from transports.local.channel import RECEIVER_LIMIT, Alarm

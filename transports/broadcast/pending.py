@@ -1,0 +1,102 @@
+"""The seam of a group, and what is under way in one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+
+
+class Broken(Exception):
+    """A group or one of its collectives failed. It is not used again."""
+
+
+class Pending:
+    """A posted broadcast. Holds its tensor until it has ended."""
+
+    #: Seconds after which somebody who waits looks again; None: `notify` tells.
+    poll_s: float | None = None
+
+    def __init__(self, work: Any, notify: Callable[[], None]) -> None:
+        self._work = work
+        self._ended = threading.Event()
+        self._notify = notify
+        work.get_future().add_done_callback(self._on_end)
+
+    def _on_end(self, _future: Any) -> None:
+        self._ended.set()
+        self._notify()
+
+    @property
+    def ended(self) -> bool:
+        """Well or not."""
+        return self._ended.is_set()
+
+    def done(self) -> bool:
+        """Raises Broken when it has failed."""
+        if not self._ended.is_set():
+            return False
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise Broken(first_line(error)) from None
+        return True
+
+    def abandon(self) -> None:
+        self._notify = nothing
+
+
+class Polled(Pending):
+    """A collective of a device, whose end is seen by asking for it."""
+
+    poll_s = 0.001
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def done(self) -> bool:
+        try:
+            ended = bool(self._work.is_completed())
+            if ended and self._work.exception() is not None:
+                raise Broken("the collective failed")
+        except RuntimeError as error:
+            raise Broken(first_line(error)) from None
+        return ended
+
+    def abandon(self) -> None:
+        pass
+
+
+class Group(Protocol):
+    """One end of a group."""
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        """Touched uint8 memory that this group can send from and receive into."""
+
+    def broadcast(self, data: torch.Tensor, notify: Callable[[], None]) -> Pending:
+        """Posts, from rank 0 to all. `notify`: called from another thread when it has ended."""
+
+    def close(self) -> None:
+        """At once, whatever is posted."""
+
+
+def let_go(group: Group | None) -> None:
+    """Whatever a group says to its end: it is not used again, and its name never comes back."""
+    if group is not None:
+        with suppress(RuntimeError):
+            group.close()
+
+
+def uses_device() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def nothing() -> None:
+    pass
