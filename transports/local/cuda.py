@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from transports.local.device import ADVICE, HANDLE_BYTES, Exported, expandable_segments
+from updater.core.errors import Aborted, Failure
 
 _cuda: Any = torch.cuda  # whose functions have no types
 
@@ -48,23 +49,29 @@ class CudaDevice:
             raise MemoryError(str(error)[:300]) from None
 
     def export(self, tensor: torch.Tensor) -> Exported:
-        return _export(tensor)
+        try:
+            return _export(tensor)
+        except RuntimeError as error:
+            raise _unable("make a handle of its memory", error) from None
 
     def release(self, exported: Exported) -> None:
         _release(exported)
 
     def open(self, index: int, exported: Exported) -> torch.Tensor:
         _cuda.init()
-        storage: Any = torch.UntypedStorage._new_shared_cuda(
-            index,
-            exported.handle,
-            exported.storage_bytes,
-            exported.allocation_offset,
-            exported.counter,
-            exported.counter_offset,
-            exported.event,
-            exported.event_required,
-        )
+        try:
+            storage: Any = torch.UntypedStorage._new_shared_cuda(
+                index,
+                exported.handle,
+                exported.storage_bytes,
+                exported.allocation_offset,
+                exported.counter,
+                exported.counter_offset,
+                exported.event,
+                exported.event_required,
+            )
+        except RuntimeError as error:
+            raise _unable("open a handle of the trainer's memory", error) from None
         empty = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index))
         return empty.set_(storage, 0, (exported.storage_bytes,), (1,))
 
@@ -97,6 +104,11 @@ class CudaDevice:
             wanted = torch.cuda.current_device() if index is None else index
         self._wanted = wanted
         return wanted
+
+
+def _unable(what: str, error: RuntimeError) -> Aborted:
+    """What the driver refuses: another process's memory in a container without the rights, a backend without handles."""
+    return Aborted(Failure("transport_unsupported", f"this process cannot {what}: {str(error)[:300]}"))
 
 
 def _uuid(index: int) -> str:

@@ -61,7 +61,10 @@ class Device(Protocol):
         """uint8. Raises MemoryError."""
 
     def export(self, tensor: torch.Tensor) -> Exported:
-        """Of the tensor's storage. Every export is opened once, or released once: the count must end at zero."""
+        """Of the tensor's storage. Every export is opened once, or released once: the count must end at zero.
+
+        Raises Aborted `transport_unsupported`, as `open` does.
+        """
 
     def release(self, exported: Exported) -> None:
         """In the place of an opener that is dead."""
