@@ -12,7 +12,10 @@ are not in its stream, so a model that is trained in part is refused by the flee
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +29,8 @@ from updater.core.policy import Policy
 from updater.manifest import TensorSpec
 from updater.names import clean_names
 from updater.schemas import Receipt
+
+_WALK = "_iter_vllm_named_params"
 
 
 class LiveweightsTransfer:
@@ -99,8 +104,6 @@ class LiveweightsTransfer:
     def _terms(self) -> Policy | Mapping[str, Any] | None:
         if not self._new_run:
             return self._policy
-        from dataclasses import replace
-
         if isinstance(self._policy, Policy):
             return replace(self._policy, new_run=True)
         return {**(self._policy or {}), "new_run": True}
@@ -109,10 +112,8 @@ class LiveweightsTransfer:
         """Of what the trainer is going to stream, in its order, by the walk that it uses itself."""
         if self._trainer is None:
             raise refuse("bad_request", "bind(trainer) before training")
-        from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
-
         model = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        held = dict(_iter_vllm_named_params(model))
+        held = dict(_walk_of(self._trainer)(model))
         names = clean_names(held)
         self._casts.check(names.values())
         specs = {}
@@ -120,6 +121,19 @@ class LiveweightsTransfer:
             name = names[raw]
             specs[name] = TensorSpec(name, self._casts.wire(name, DTYPE_NAMES[parameter.dtype]), tuple(parameter.shape))
         return specs
+
+
+def _walk_of(trainer: Any) -> Callable[[torch.nn.Module], Iterator[tuple[str, torch.Tensor]]]:
+    """The function by which the trainer's own module names what it streams; GRPO's and distillation's have one each."""
+    for kind in type(trainer).__mro__:
+        found = getattr(sys.modules.get(kind.__module__), _WALK, None)
+        if found is not None:
+            walk: Callable[[torch.nn.Module], Iterator[tuple[str, torch.Tensor]]] = found
+            return walk
+    with warnings.catch_warnings():  # that it is experimental was said where the trainer was made
+        warnings.simplefilter("ignore")
+        from trl.experimental.async_grpo import async_grpo_trainer
+    return getattr(async_grpo_trainer, _WALK)  # type: ignore[no-any-return]
 
 
 class StreamedParameters:
