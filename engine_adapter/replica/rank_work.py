@@ -7,7 +7,7 @@ kept here is per serial and only what the ranks answered: plans, cuts, the insta
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
@@ -32,11 +32,10 @@ from engine_adapter.rank.messages import (
     RankStatusReply,
     RankVerify,
     RankVerifyReply,
-    TensorCuts,
-    WireTensor,
 )
 from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.agreement import agree, mismatches, not_proven, same_build, warnings
+from engine_adapter.replica.planned import Planned, first_seat, require_digests, with_digests
 from engine_adapter.replica.ranks import RankPool
 from updater.core.errors import Aborted, Failure, Rejected, refuse
 from updater.core.participant import (
@@ -72,40 +71,6 @@ class Deadlines:
 
 
 _PROOFS_KEPT = 8  # live, kept, staged, and a few that were given up
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """What planning left behind for staging and verifying."""
-
-    request: PlanRequest | None  # None: the replay of the start checkpoint
-    replies: tuple[RankPlanReply, ...]
-    cuts: tuple[TensorCuts, ...]
-    install: InstallMode
-
-
-def _first_seat(request: PlanRequest) -> int:
-    """Number of this replica's first receiver; 0 where nothing is streamed."""
-    if not isinstance(request.offer, StreamOffer):
-        return 0
-    try:
-        return request.offer.first_of(request.fence.incarnation)
-    except LookupError:
-        raise refuse("bad_request", "the stream's offer has no seats for this replica") from None
-
-
-def _with_digests(planned: Planned, digests: dict[str, str]) -> Planned:
-    """What the trainer promised only when its stream was sealed counts like what the manifest promised."""
-    if not digests:
-        return planned
-    first = planned.replies[0]
-    tensors = tuple(replace(each, digest=digests.get(each.name, each.digest)) for each in first.tensors)
-    return replace(planned, replies=(replace(first, tensors=tensors), *planned.replies[1:]))
-
-
-def _require_digests(tensors: tuple[WireTensor, ...]) -> None:
-    if not all(tensor.digest for tensor in tensors):
-        raise refuse("manifest_required", "the policy requires digests, and the source brings none or not all")
 
 
 class RankWork:
@@ -182,7 +147,7 @@ class RankWork:
         rank_plan = RankPlan(
             serial=request.fence.serial,
             offer=request.offer,
-            first=_first_seat(request),
+            first=first_seat(request),
             roots=self._roots,
             manifest=request.manifest,
             allow_narrowing=request.allow_narrowing,
@@ -191,7 +156,7 @@ class RankWork:
         planned = await self._fan_out_plan(rank_plan, request, install)
         first = planned.replies[0]
         if request.require_digests and not isinstance(request.offer, StreamOffer):  # a stream's may come at its end
-            _require_digests(first.tensors)
+            require_digests(first.tensors)
         self._planned = planned
         return PlanReply(
             fence=request.fence,
@@ -247,9 +212,9 @@ class RankWork:
             await self._pool.call("check_previous", check, deadline_s=request.deadline_s)
             proof = self._proofs.get(plan.digest, "structure_only")
             return VerifyReply(request.fence, plan.digest, proof, 0, seconds=time.monotonic() - began)
-        planned = _with_digests(planned, dict(request.digests))
+        planned = with_digests(planned, dict(request.digests))
         if plan is not None and plan.require_digests:
-            _require_digests(planned.replies[0].tensors)
+            require_digests(planned.replies[0].tensors)
         combined, _ = await self._verify(planned, serial, request.deadline_s)
         return VerifyReply(
             fence=request.fence,

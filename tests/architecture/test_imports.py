@@ -40,7 +40,7 @@ ALLOWED = {
     ),
 }
 #: Composition roots: they put the parts together and may import everything.
-ROOTS = {"updater.cli.main", "updater.cli.inspect", "updater.cli.watch", "updater.demo.main"}
+ROOTS = {"updater.cli.main", "updater.cli.inspect", "updater.cli.watch", "updater.demo.main", "updater.demo.spoil"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -150,7 +150,7 @@ def test_the_check_sees_a_forbidden_import(tmp_path: Path) -> None:
         ("updater.core.fleet", ("torch", "asyncio", "pydantic")),
         ("updater.core.replica", ("torch", "asyncio", "pydantic")),
         ("updater.cli.main", ("torch", "transformers", "ray", "fastapi", "uvicorn")),
-        ("updater.service.app", ("torch", "transformers", "ray")),
+        ("updater.service.server", ("torch", "transformers", "ray")),
         ("trainer_side.client", ("torch", "transformers", "ray")),
         ("engine_adapter.replica.launch", ("torch", "transformers", "ray")),
         ("trainer_side", ("torch", "transformers", "ray", "megatron", "peft", "trl")),

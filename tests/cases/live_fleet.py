@@ -26,7 +26,8 @@ from engine_adapter.testing.fronts import toy_settings
 from updater import wire
 from updater.coordinator.coordinator import Coordinator
 from updater.core.participant import FrontStatus
-from updater.service.app import bind, create_app
+from updater.service.app import create_app
+from updater.service.server import bind
 from updater.settings import Deadlines, Settings
 
 PROMPT = [5, 6, 7, 8, 9, 10]

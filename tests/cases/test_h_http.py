@@ -20,7 +20,8 @@ from fastapi.routing import APIRoute
 
 from updater.core.errors import Failure
 from updater.security import ConfigurationError, Tokens
-from updater.service.app import bind, create_app
+from updater.service.app import create_app
+from updater.service.server import bind
 from updater.settings import Settings
 from updater.testing.fronts import digest_of, settle
 from updater.testing.service import LocalService

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from updater.coordinator.journal import Journal
 from updater.core.effects import Record
-from updater.service.app import serve
+from updater.service.server import serve
 from updater.settings import Deadlines, Settings
 
 

@@ -256,7 +256,7 @@ def test_paths_that_no_client_library_would_send_are_closed_too(tmp_path: Path) 
     with listen() as free:
         port = free.getsockname()[1]
     program = (
-        "import sys; from pathlib import Path; from updater.service.app import serve; "
+        "import sys; from pathlib import Path; from updater.service.server import serve; "
         "from updater.settings import Settings; "
         "from updater.security import Tokens;"
         "serve(Settings(state=Path(sys.argv[1]), port=int(sys.argv[2]), tokens=Tokens.from_env()))"

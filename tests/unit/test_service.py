@@ -16,7 +16,8 @@ from updater.core.policy import Policy
 from updater.core.state import Phase
 from updater.core.version import Version
 from updater.schemas import PolicyBody, UpdateRequest
-from updater.service.app import bind, create_app
+from updater.service.app import create_app
+from updater.service.server import bind
 from updater.settings import Settings
 from updater.testing.service import LocalService
 

@@ -94,7 +94,7 @@ def serve(
     """Run the coordinator. Tokens come from LIVEWEIGHTS_ADMIN_TOKEN and LIVEWEIGHTS_INFERENCE_TOKEN."""
     with _errors(False):
         from updater.security import Tokens
-        from updater.service.app import serve as run
+        from updater.service.server import serve as run
         from updater.settings import Settings, default_state
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")

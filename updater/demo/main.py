@@ -19,6 +19,8 @@ from updater.cli import views
 from updater.core.errors import LiveweightsError
 from updater.demo.clients import Load, Verdict, judge
 from updater.demo.processes import Child, Children, ProcessFailed, free_port
+from updater.demo.report import Row, report_of, table
+from updater.demo.spoil import drop_tensor, spoiled, swap_keys_and_values, truncate
 from updater.schemas import Receipt
 
 VERSIONS = 6  # five published one after the other, and one more that is first pushed broken, then repaired
@@ -30,18 +32,6 @@ _PREFIXES = (
     "Publish, then verify, then commit, and then: ",
 )
 _ENDINGS = ("the brig", "the sloop at dawn", "nothing today")
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One transaction as the table and the report show it. `expected`: whether it ended as the story says."""
-
-    what: str
-    version: str
-    outcome: str
-    expected: bool
-    code: str = ""
-    receipt: Receipt | None = None
 
 
 @dataclass(slots=True)
@@ -164,12 +154,12 @@ async def _publish_five(story: Story) -> None:
 async def _offer_broken_ones(story: Story) -> None:
     whole = story.checkpoints[6]
     for what, spoil, code in (
-        ("truncated", _truncate, "file_truncated"),
-        ("a tensor missing", _drop_tensor, "tensor_missing"),
-        ("K and V swapped", _swap_keys_and_values, "tensor_digest"),
+        ("truncated", truncate, "file_truncated"),
+        ("a tensor missing", drop_tensor, "tensor_missing"),
+        ("K and V swapped", swap_keys_and_values, "tensor_digest"),
     ):
         broken = story.folder / what.replace(" ", "-")
-        await asyncio.to_thread(_spoiled, whole, broken, spoil)
+        await asyncio.to_thread(spoiled, whole, broken, spoil)
         outcome = "aborted" if code == "tensor_digest" else "rejected"
         body = {"version": 6, "path": str(broken)}
         await _act(story, what, "0-6", _poster(story, body), outcome, code=code, live="0-5")
@@ -267,53 +257,13 @@ def _pusher(story: Story, step: int, policy: dict[str, str]) -> Callable[[], Awa
     return lambda: asyncio.to_thread(push)
 
 
-# --- what goes wrong with checkpoints ------------------------------------------------------------------------------
-
-
-def _spoiled(whole: Path, broken: Path, spoil: Callable[[Path], None]) -> None:
-    from transports.manifests import write_manifest
-
-    shutil.copytree(whole, broken)
-    write_manifest(str(broken))  # of the weights as they should be
-    spoil(broken)
-
-
-def _truncate(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    with open(file, "r+b") as stream:
-        stream.truncate(file.stat().st_size - 1000)
-
-
-def _drop_tensor(folder: Path) -> None:
-    _rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    # A manifest would give it away before the engine's own expectations do.
-    (folder / "liveweights.manifest.json").unlink()
-
-
-def _swap_keys_and_values(folder: Path) -> None:
-    def swap(tensors: dict[str, Any]) -> None:
-        k, v = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv")
-        tensors[k], tensors[v] = tensors[v], tensors[k]
-
-    _rewrite(folder, swap)
-
-
-def _rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    from safetensors.torch import load_file, save_file
-
-    file = folder / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
 # --- the end -------------------------------------------------------------------------------------------------------
 
 
 def _conclude(story: Story, verdict: Verdict, leftovers: Sequence[str], report: Path) -> bool:
     load = story.load
     unexpected = [row.what for row in story.rows if not row.expected]
-    views.out.print(_table(story.rows))
+    views.out.print(table(story.rows))
     for row in story.rows:
         if row.receipt and row.receipt.pause:
             views.out.print(f"{row.version} {row.what}: {views.pause_parts(row.receipt)}", highlight=False)
@@ -330,59 +280,5 @@ def _conclude(story: Story, verdict: Verdict, leftovers: Sequence[str], report: 
     for what in unexpected:
         views.err.print(f"did not end as it must: {what}", style="red", markup=False)
     views.out.print(f"[bold]mixed replies: {len(verdict.mixed)} of {verdict.replies}[/bold]")
-    report.write_text(json.dumps(_report(story, verdict), indent=2) + "\n")
+    report.write_text(json.dumps(report_of(story.rows, load, verdict), indent=2) + "\n")
     return not (verdict.mixed or unexpected or load.broken or leftovers) and verdict.compared > 0
-
-
-def _table(rows: Sequence[Row]) -> Any:
-    columns = ("version", "what", "outcome", "code", "proof", "read", "stage ms", "verify ms", "pause ms", "share")
-    lines = []
-    for row in rows:
-        one = row.receipt
-        pause = one.pause.pause_ms if one and one.pause else None
-        share = f"{one.pause_share:.2%}" if one and one.pause_share is not None else ""
-        phases = one.phases_ms if one else {}
-        lines.append(
-            (
-                row.version,
-                row.what,
-                row.outcome,
-                row.code,
-                one.proof if one else "",
-                views.size(one.bytes_read) if one and one.bytes_read else "",
-                views.ms(phases.get("staging")),
-                views.ms(phases.get("verifying")),
-                views.ms(pause),
-                share,
-            )
-        )
-    return views.table("updates", columns, lines, right="read,stage ms,verify ms,pause ms,share")
-
-
-def _report(story: Story, verdict: Verdict) -> dict[str, Any]:
-    return {
-        "replies": verdict.replies,
-        "mixed": len(verdict.mixed),
-        "tokens_compared": verdict.compared,
-        "tokens_left_out": verdict.left_out,
-        "turned_away": dict(story.load.turned_away),
-        "updates": [_report_row(row) for row in story.rows],
-    }
-
-
-def _report_row(row: Row) -> dict[str, Any]:
-    one = row.receipt
-    return {
-        "version": row.version,
-        "what": row.what,
-        "outcome": row.outcome,
-        "code": row.code,
-        "as_expected": row.expected,
-        "kind": one.kind if one else None,
-        "proof": one.proof if one else None,
-        "bytes": one.bytes_read if one else 0,
-        "update_ms": one.update_ms if one else None,
-        "pause_ms": one.pause.pause_ms if one and one.pause else None,
-        "pause": one.pause.model_dump(mode="json") if one and one.pause else None,
-        "phases": one.phases_ms if one else {},
-    }

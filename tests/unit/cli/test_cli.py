@@ -93,7 +93,7 @@ def test_push_with_manifest_writes_it_first(coordinator: FakeCoordinator, tmp_pa
 def test_push_follows_the_update_under_its_id(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "v7")
     run("push", str(folder), "7", "--url", coordinator.url)
-    assert coordinator.bodies[1]["id"] == coordinator.begun["id"]
+    assert coordinator.bodies[1]["id"] == coordinator.state["id"]
     assert f"/v1/updates/{coordinator.begun['id']}/events" in coordinator.paths
 
 

@@ -10,7 +10,8 @@ import pytest
 from engine_adapter.rank.control_messages import Label, Staged
 from engine_adapter.rank.messages import RankPlanReply, RankStageReply
 from engine_adapter.replica.admission import Gate
-from engine_adapter.replica.rank_work import Planned, RankWork
+from engine_adapter.replica.planned import Planned
+from engine_adapter.replica.rank_work import RankWork
 from engine_adapter.testing.requests import HandEngine
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import (
