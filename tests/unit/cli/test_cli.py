@@ -94,7 +94,7 @@ def test_push_follows_the_update_under_its_id(coordinator: FakeCoordinator, tmp_
     folder = checkpoint(tmp_path / "v7")
     run("push", str(folder), "7", "--url", coordinator.url)
     assert coordinator.bodies[1]["id"] == coordinator.state["id"]
-    assert f"/v1/updates/{coordinator.begun['id']}/events" in coordinator.paths
+    assert f"/v1/updates/{coordinator.state['id']}/events" in coordinator.paths
 
 
 @pytest.mark.parametrize(
