@@ -32,24 +32,49 @@ TOKENS = 6
 DEADLINES = Deadlines(probe_every_s=0.5, status_s=5.0, lost_after=2, retry_first_s=0.02, shutdown_s=10.0)
 
 
+class Nodes:
+    """The nodes of one cluster."""
+
+    def __init__(self) -> None:
+        # A dead node is given up after five seconds instead of fifteen.
+        self._cluster = Cluster()
+        self._first: dict[str, Any] = {"include_dashboard": False, "_system_config": {"health_check_period_ms": 1000}}
+
+    @property
+    def address(self) -> str:
+        address: str = self._cluster.address
+        return address
+
+    def add(self, resource: str) -> None:
+        """One more node, with eight of `resource`."""
+        first, self._first = self._first, {}
+        self._cluster.add_node(num_cpus=8, resources={resource: 8.0}, object_store_memory=STORE_BYTES, **first)
+
+    def kill(self, node_id: str) -> None:
+        """As if its power were cut."""
+        node = next(node for node in self._cluster.list_all_nodes() if node.node_id == node_id)
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
 @contextmanager
-def two_nodes() -> Iterator[Cluster]:
+def two_nodes() -> Iterator[Nodes]:
     """Nodes with the resources `left` and `right`. On return no process of the cluster is left."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.delenv("RAY_ADDRESS", raising=False)
-        before = set(psutil.Process().children(recursive=True))
-        cluster, started = Cluster(), set[psutil.Process]()
+        before, nodes = set(psutil.Process().children(recursive=True)), Nodes()
         try:
-            for name in ("left", "right"):
-                shape = {"num_cpus": 8, "resources": {name: 8.0}, "object_store_memory": STORE_BYTES}
-                cluster.add_node(**shape, **({"include_dashboard": False} if name == "left" else {}))
-            ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-            yield cluster
+            nodes.add("left")
+            nodes.add("right")
+            ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
+            yield nodes
         finally:
             started = set(psutil.Process().children(recursive=True)) - before
             ray.shutdown()
-            cluster.shutdown()
+            nodes.close()
             _, left = psutil.wait_procs(started, timeout=30)
             for process in left:
                 process.kill()

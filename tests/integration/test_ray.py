@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from engine_adapter.testing.fronts import PROMPT
 from tests.integration.ray_stage import (
     HANG_S,
     Fleet,
+    Nodes,
     Trainer,
     ask,
     ask_again,
@@ -27,7 +32,9 @@ from tests.integration.ray_stage import (
     two_nodes,
     until,
 )
-from updater.core.errors import Rejected
+from trainer_side.client import Cut
+from trainer_side.ray import AsyncRayClient
+from updater.core.errors import LiveweightsError, Rejected, Unavailable
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -37,13 +44,13 @@ PENDING = 2000
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with two_nodes() as cluster:
-        yield cluster.address
+def nodes() -> Iterator[Nodes]:
+    with two_nodes() as nodes:
+        yield nodes
 
 
 @pytest.fixture(scope="module")
-def fleet(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with ray_fleet(tmp_path_factory.mktemp("ray"), "test") as fleet:
         fleet.start("one", "left", tp=2)
         fleet.start("two", "right", step_ms=100)
@@ -95,6 +102,58 @@ def test_verbs_of_the_actors_are_those_of_http(fleet: Fleet) -> None:
     assert ask(one.install.remote({}))["status"] == 400
     # What takes long has its own room: nobody can put it into control's.
     assert ask(one.request.remote("POST", "/v1/completions", "{}"))["status"] == 400
+
+
+def test_joins_and_adoptions_by_hand_end_as_they_do_over_http(fleet: Fleet) -> None:
+    nobody = ask(fleet.coordinator.join.remote("ghost", "ray://ghost@test"))
+    assert (nobody["status"], nobody["body"]["code"]) == (503, "unreachable")
+    assert nobody["body"]["failures"][0]["replica"] == "ghost"
+    again = ask(fleet.coordinator.adopt.remote([{"replica": "ghost", "url": "ray://ghost@test"}]))
+    assert (again["status"], again["body"]["code"]) == (409, "wrong_phase")
+
+
+def test_completions_come_as_a_stream(fleet: Fleet) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 6, "ignore_eos": True, "stream": True})
+    status, *pieces = [ask(piece) for piece in fleet.replicas["one"].stream.remote("POST", "/v1/completions", body)]
+    assert status == 200
+    assert len(pieces) > 2  # as they were made
+    *chunks, done = [line.removeprefix("data: ") for line in "".join(pieces).split("\n\n") if line]
+    assert done == "[DONE]"
+    made = [token for chunk in chunks for token in json.loads(chunk)["choices"][0]["token_ids"]]
+    assert made == tokens(fleet.live_path())
+
+
+def test_the_async_client_and_a_cut_stream_of_events(fleet: Fleet) -> None:
+    policy = {"commit": "manual"}
+    update = fleet.client.begin({"path": str(fleet.other()), "version": fleet.next(), "policy": policy}).id
+    fleet.phase(update, "ready")
+    cut, first = Cut(), threading.Event()
+
+    def read() -> LiveweightsError:
+        def events() -> None:
+            for _event in fleet.client.events(update, cut):
+                first.set()
+
+        return code_of(events)
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        assert first.wait(HANG_S)
+        cut()
+        assert isinstance(reading.result(HANG_S), Unavailable)
+    # The reader was let go of by its cut, not because the update ended.
+    assert fleet.client.status(update).phase == "ready"
+
+    async def over() -> list[str]:
+        async with AsyncRayClient("coordinator", fleet.namespace) as client, asyncio.timeout(HANG_S):
+            assert (await client.version()).version == fleet.client.version().version
+            with pytest.raises(Rejected):
+                await client.status("nobody")
+            await client.abort(update)
+            return [name async for name, _data in client.events(update)]
+
+    assert asyncio.run(over())[-1] == "receipt"
+    assert fleet.ended(update).outcome == "aborted"
 
 
 def test_an_update_gets_through_two_thousand_pending_generate_calls(fleet: Fleet) -> None:
@@ -189,8 +248,25 @@ def _told(fleet: Fleet, update: str) -> Iterator[tuple[str, Any]]:
     yield from fleet.client.events(update)
 
 
-def test_the_example_publishes_three_versions(address: str, tmp_path: Path) -> None:
-    environment = os.environ | {"RAY_ADDRESS": address, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+def test_a_replica_of_a_dead_node_comes_back_on_another_one(fleet: Fleet, nodes: Nodes) -> None:
+    two, path, step = fleet.replicas["two"], fleet.other(), fleet.next()
+    fleet.client.update({"path": str(path), "version": step})
+    before = ask(two.processes.remote())
+    nodes.add("right")
+    nodes.kill(before["node"])
+    answer = ask_again(lambda: two.generate.remote(PROMPT, 6, ignore_eos=True))["body"]
+    assert (answer["liveweights"]["version"], answer["choices"][0]["token_ids"]) == (f"0-{step}", tokens(path))
+    after = ask(two.processes.remote())
+    assert after["node"] not in (before["node"], ask(fleet.replicas["one"].processes.remote())["node"])
+    assert not [pid for pid in [before["front"], *before["ranks"]] if psutil.pid_exists(pid)]
+    again, other = fleet.next(), fleet.other()
+    assert fleet.client.update({"path": str(other), "version": again}).outcome == "committed"
+    for name in fleet.replicas:
+        fleet.serves(name, other, f"0-{again}")
+
+
+def test_the_example_publishes_three_versions(nodes: Nodes, tmp_path: Path) -> None:
+    environment = os.environ | {"RAY_ADDRESS": nodes.address, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "05_ray.py"), str(tmp_path)],
         cwd=ROOT,
