@@ -105,12 +105,13 @@ class Pusher:
         policy: Policy | Mapping[str, Any] | None = None,
         hooks: Hooks | None = None,
         id: str | None = None,
+        base_version: str | Version | None = None,
         lease_s: float | None = None,
         timeout_s: float = UPDATE_S,
         progress: Progress = _silent,
     ) -> Receipt:
         """Publish and wait for the receipt, which every rank returns. See `push` of this module."""
-        asked = Asked(Terms.of(version, policy, id), hooks or Hooks(), lease_s, timeout_s, progress)
+        asked = Asked(Terms.of(version, policy, id, base_version), hooks or Hooks(), lease_s, timeout_s, progress)
         with self._one_at_a_time:
             if isinstance(weights, str | os.PathLike) and self._transport in ("auto", "disk"):
                 return self._follow(self._of_folder(_existing(weights), asked, None), True, Lockstep(None))
@@ -125,6 +126,7 @@ class Pusher:
         policy: Policy | Mapping[str, Any] | None = None,
         hooks: Hooks | None = None,
         id: str | None = None,
+        base_version: str | Version | None = None,
         lease_s: float | None = None,
         timeout_s: float = UPDATE_S,
         progress: Progress = _silent,
@@ -134,7 +136,7 @@ class Pusher:
         Over disk the copy is the folder; else the sending rank holds all tensors in host memory meanwhile (on their
         device for `cuda_ipc`). The copy is collective, like a push. A bare step is taken as one of the run live now.
         """
-        asked = Asked(Terms.of(version, policy, id), hooks or Hooks(), lease_s, timeout_s, progress)
+        asked = Asked(Terms.of(version, policy, id, base_version), hooks or Hooks(), lease_s, timeout_s, progress)
         return _receipt(self._start(weights, asked))
 
     def close(self) -> None:
@@ -280,6 +282,7 @@ def push(
     policy: Policy | Mapping[str, Any] | None = None,
     hooks: Hooks | None = None,
     id: str | None = None,
+    base_version: str | Version | None = None,
     keep: int = 2,
     shard_bytes: int = SHARD_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
@@ -296,6 +299,7 @@ def push(
     `directory`: for disk, where `<run>-<step>` is written with its manifest. `config_from`: model folder whose config
     and tokenizer files go with the weights, so that an engine can start there. `keep`: how many folders of earlier
     pushes to leave in `directory`, besides those that the coordinator still needs.
+    `base_version`: refuse unless this one is live. `id`: names this update; asked again it is the same one.
     `lease_s`: how long a stream lives without a sign of this process (renewed in the background).
 
     Raises Rejected, Aborted or RolledBack (with `error.receipt`, saying what is live), Unavailable, Unauthorized.
@@ -317,6 +321,7 @@ def push(
             policy=policy,
             hooks=hooks,
             id=id,
+            base_version=base_version,
             lease_s=lease_s,
             timeout_s=timeout_s,
             progress=progress,
@@ -335,6 +340,7 @@ def push_async(
     policy: Policy | Mapping[str, Any] | None = None,
     hooks: Hooks | None = None,
     id: str | None = None,
+    base_version: str | Version | None = None,
     keep: int = 2,
     shard_bytes: int = SHARD_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
@@ -356,7 +362,7 @@ def push_async(
         shard_bytes=shard_bytes,
         bucket_bytes=bucket_bytes,
     )
-    asked = Asked(Terms.of(version, policy, id), hooks or Hooks(), lease_s, timeout_s, progress)
+    asked = Asked(Terms.of(version, policy, id, base_version), hooks or Hooks(), lease_s, timeout_s, progress)
     try:
         return _receipt(pusher._start(weights, asked), pusher)
     except BaseException:

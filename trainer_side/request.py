@@ -16,20 +16,29 @@ from updater.core.version import Version
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """`version`: a step of the current run, or `run-step`. `policy`: what differs from the defaults, as JSON."""
+    """`version`: a step of the current run, or `run-step`. `policy`: what differs from the defaults, as JSON.
+
+    `base_version`: refuse unless this one is live.
+    """
 
     version: int | str
     policy: Mapping[str, Any]
     id: str | None = None
+    base_version: str | None = None
 
     @classmethod
     def of(
-        cls, version: int | str | Version, policy: Policy | Mapping[str, Any] | None = None, id: str | None = None
+        cls,
+        version: int | str | Version,
+        policy: Policy | Mapping[str, Any] | None = None,
+        id: str | None = None,
+        base_version: str | Version | None = None,
     ) -> Terms:
         """Raises Rejected `bad_request`."""
         if isinstance(version, str):
             version = _parsed(version)
-        return cls(str(version) if isinstance(version, Version) else version, _policy(policy), id)
+        base = None if base_version is None else str(base_version)
+        return cls(str(version) if isinstance(version, Version) else version, _policy(policy), id, base)
 
     def body(self) -> dict[str, Any]:
         """Of the request, without its source."""
@@ -38,6 +47,8 @@ class Terms:
             body["policy"] = dict(self.policy)
         if self.id is not None:
             body["id"] = self.id
+        if self.base_version is not None:
+            body["base_version"] = self.base_version
         return body
 
     def label(self) -> Flow[str]:

@@ -82,6 +82,7 @@ class UpdateSession:
         manifest: Mapping[str, str] | None = None,
         policy: Policy | Mapping[str, Any] | None = None,
         id: str | None = None,
+        base_version: str | Version | None = None,
         lease_s: float = LEASE_S,
         stall_s: float = STALL_S,
         timeout_s: float = 1800.0,
@@ -91,7 +92,7 @@ class UpdateSession:
     ) -> None:
         known = {name: digest for name, digest in (digests or {}).items() if digest}
         self._link, self._sender, self._hooks = link, sender, hooks or Hooks()
-        self._terms = version if isinstance(version, Terms) else Terms.of(version, policy, id)
+        self._terms = version if isinstance(version, Terms) else Terms.of(version, policy, id, base_version)
         self._manifest = promised(specs.values(), known, ties, **(manifest or {}))
         self._plan = StreamPlan(tuple(specs.values()), bucket_bytes)
         self._plan.check()

@@ -5,7 +5,9 @@ One fleet serves all stories; each begins and ends with both replicas open on th
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from engine_adapter.testing.checkpoint import make_toy_checkpoint
 from engine_adapter.testing.reference import Reference
@@ -31,6 +35,7 @@ from transports.buckets import StreamPlan
 from transports.registry import make_sender
 from transports.stream import StreamSender
 from updater import wire
+from updater.cli.main import app
 from updater.core.errors import Aborted, LiveweightsError, Rejected
 from updater.core.participant import StreamOffer
 from updater.manifest import TensorSpec
@@ -225,6 +230,20 @@ def test_a_manual_commit_waits_for_its_word_and_hooks_hear_of_it(stage: Stage) -
         assert update.wait().outcome == "committed"
     stage.live = 1 - stage.live
     assert heard == ["staged", "paused", "committed"]
+    stage.view()
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_the_command_streams_a_folder(stage: Stage, kind: str) -> None:
+    """The engines could not read it themselves: it lies under no root of theirs."""
+    step, _tensors = stage.next()
+    with TemporaryDirectory() as elsewhere:
+        folder = shutil.copytree(stage.paths[1 - stage.live], Path(elsewhere) / "checkpoint")
+        options = ["--url", stage.fleet.url, "--transport", kind, "--json"]
+        ran = CliRunner().invoke(app, ["push", str(folder), str(step), *options])
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout)["version"] == f"0-{step}"
+    stage.live = 1 - stage.live
     stage.view()
 
 

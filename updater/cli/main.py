@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +31,15 @@ class Exit(IntEnum):
     UNAVAILABLE = 3
     ROLLED_BACK = 4
     UNAUTHORIZED = 5
+
+
+class Transport(StrEnum):
+    """How a checkpoint's bytes reach the engines."""
+
+    DISK = "disk"
+    BROADCAST = "broadcast"
+    SHARED_MEMORY = "shared_memory"
+    CUDA_IPC = "cuda_ipc"
 
 
 app = typer.Typer(
@@ -153,6 +162,9 @@ def push(
     new_run: Annotated[bool, typer.Option(help="Open the next run; VERSION is a step of it.")] = False,
     manifest: Annotated[bool, typer.Option(help="Write the manifest beside the checkpoint first.")] = False,
     id: Annotated[str | None, typer.Option(help="Idempotency key; default: a fresh one.")] = None,
+    transport: Annotated[
+        Transport, typer.Option(help="Other than disk, this process sends the bytes.")
+    ] = Transport.DISK,
     as_json: Json = False,
 ) -> None:
     """Publish a checkpoint and wait for the receipt."""
@@ -175,6 +187,9 @@ def push(
     with _errors(as_json):
         if manifest:
             _write_manifest(path)
+        if transport is not Transport.DISK:
+            _finish(_stream(path, transport, url, body), as_json)
+            return
         with _client(url) as client:
             _finish(_follow(client, body), as_json)
 
@@ -322,6 +337,25 @@ def _follow(client: Client, body: dict[str, Any]) -> Receipt:
             show(name, data)
         # Asked again under its id, a finished update answers with its receipt, or the error that embeds it.
         return client.update({**body, "id": begun.id})
+
+
+def _stream(path: Path, transport: Transport, url: str, body: dict[str, Any]) -> Receipt:
+    """Send a checkpoint tensor by tensor; engines need not see its files."""
+    from trainer_side.pusher import Pusher
+
+    def send(told: Callable[[int], None]) -> Receipt:
+        with Pusher(url, transport=transport.value) as pusher:
+            return pusher.push(
+                path,
+                body["version"],
+                policy=body["policy"],
+                id=body.get("id"),
+                base_version=body.get("base_version"),
+                progress=told,
+            )
+
+    receipt: Receipt = _with_bar(path, f"version {body['version']} sent", send)
+    return receipt
 
 
 def _finish(receipt: Receipt, as_json: bool) -> None:
