@@ -61,7 +61,7 @@ def send(patience_s: float) -> None:
             send_all(sender, wire.build(StreamOffer, job["offer"]), plan, tensors, job["deadline_s"])
         except LiveweightsError as error:
             failed = error
-        outcome(failed, session=sender.session)
+        outcome(failed, session=sender.session, address=sender.address)
 
 
 class Held:

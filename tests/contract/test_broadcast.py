@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import socket
+from dataclasses import replace
+
+import torch
+
 from transports.broadcast import BroadcastHub, BroadcastSender
+from transports.broadcast.line import Line, accepted, join_address, listen, seats_digest, split_address
+from transports.broadcast.messages import Done, Goodbye, Hello, Message, Ready, encode
+from transports.broadcast.sender import refuse_shared_devices
+from transports.contract import digests, noise
+from transports.local.channel import SENDER_LIMIT, wait
 from transports.stream_contract import StreamContract
+from transports.stream_testing import Receiving, Transfer, manifest_of, offer_of, seats_for
+from transports.testing import refused
+from updater.core.errors import Aborted
+from updater.core.participant import StreamOffer
 
 
 class TestBroadcast(StreamContract):
@@ -12,3 +26,104 @@ class TestBroadcast(StreamContract):
 
     def hub(self, stall_s: float) -> BroadcastHub:
         return BroadcastHub(patience_s=stall_s)
+
+
+def call(sender: BroadcastSender) -> Line:
+    host, port = split_address(sender.address)
+    return Line(socket.create_connection((host, port)), SENDER_LIMIT)
+
+
+def hear(line: Line) -> list[Message]:
+    assert wait([line], 60)
+    return line.said()
+
+
+def test_strangers_do_not_disturb_a_meeting() -> None:
+    """Who says nothing, nonsense, or hello to something else is turned away, and the update goes on."""
+    sender, hub = BroadcastSender(), BroadcastHub(30.0)
+    seats = seats_for(1)
+    offer = offer_of(sender, seats)
+    right = Hello(sender.session, 0, seats_digest(offer))
+    sayings = [
+        b"{}",
+        b"\x80\x04",
+        encode(replace(right, session="another")),
+        encode(replace(right, seats="another")),
+        encode(replace(right, number=1)),
+        encode(replace(right, protocol=99)),
+        encode(Ready(0)),
+    ]
+    strangers = [call(sender) for _ in sayings]
+    for line, saying in zip(strangers, sayings, strict=True):
+        line.say(saying)
+    silent, huge = call(sender), socket.create_connection(split_address(sender.address))
+    huge.sendall(b"\xff\xff\xff\xff")
+    tensors = {"t": noise("BF16", (8, 8), 1)}
+    try:
+        update = Transfer(sender, [hub], tensors, seats=seats).run()
+        assert (update.sender_error, update.receivers[0].error) == (None, None)
+        assert digests(update.receivers[0].arrived) == digests(tensors)
+        for line in strangers:
+            (goodbye,) = hear(line)
+            assert isinstance(goodbye, Goodbye)
+            assert [failure.code for failure in goodbye.failures] == ["peer_lost"]
+    finally:
+        for end in (*strangers, silent, huge, hub, sender):
+            end.close()
+
+
+def test_a_receiver_that_talks_nonsense_after_hello_is_named() -> None:
+    for saying in (b"{", encode(Ready(0)), encode(Done())):
+        sender = BroadcastSender()
+        seats = seats_for(1)
+        offer = offer_of(sender, seats)
+        line = call(sender)
+        line.say(Hello(sender.session, 0, seats_digest(offer)))
+        line.say(saying)
+        update = Transfer(sender, [], {"t": noise("BF16", (8, 8), 1)}, seats=seats).run()
+        assert isinstance(update.sender_error, Aborted)
+        assert [(each.code, each.replica) for each in update.sender_error.failures] == [("stream_mismatch", "r0")]
+        line.close()
+        sender.close()
+
+
+def test_a_sender_that_talks_nonsense() -> None:
+    for saying in (b"[]", encode(Done()), b'{"kind": "opening"}'):
+        listener, hub = listen("127.0.0.1", 0), BroadcastHub(10.0)
+        offer = StreamOffer("broadcast", f"127.0.0.1:{listener.getsockname()[1]}", "session", seats_for(1))
+        receiver = Receiving(hub, manifest_of(()))
+        thread = receiver.start(offer, 0)
+        assert wait([listener], 60)
+        (line,) = accepted(listener, SENDER_LIMIT)
+        line.say(saying)
+        thread.join(60)
+        assert isinstance(receiver.error, Aborted)
+        assert receiver.error.code == "stream_mismatch"
+        for end in (line, listener, hub):
+            end.close()
+
+
+def test_a_backend_that_cannot_be_had_is_refused() -> None:
+    with refused("transport_unsupported"):
+        BroadcastSender(backend="carrier pigeon")
+    if not torch.cuda.is_available():
+        with refused("transport_unsupported"):
+            BroadcastSender(backend="nccl")
+
+
+def test_two_ranks_on_one_device_are_refused_for_nccl() -> None:
+    offer = StreamOffer("broadcast", "127.0.0.1:1", "session", seats_for(2, 1))
+    refuse_shared_devices(offer, "GPU-0", {0: "GPU-1", 1: "GPU-2", 2: "GPU-3"})
+    with refused("transport_unsupported") as caught:
+        refuse_shared_devices(offer, "GPU-0", {0: "GPU-1", 1: "GPU-0", 2: "GPU-1"})
+    assert [(each.replica, each.rank) for each in caught[0].failures] == [("r0", 0), ("r0", 1), ("r1", 0)]
+    with refused("transport_unsupported"):
+        refuse_shared_devices(offer, "GPU-0", {0: "GPU-1", 1: "", 2: "GPU-2"})
+
+
+def test_addresses() -> None:
+    for host in ("127.0.0.1", "::1", "trainer.example"):
+        assert split_address(join_address(host, 70)) == (host, 70)
+    for bad in ("", "x", ":1", "host:", "host:port"):
+        with refused("peer_lost"):
+            split_address(bad)

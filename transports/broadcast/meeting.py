@@ -82,22 +82,26 @@ class Meeting:
                 self._dismiss(peer, "too many connections")
 
     def _greet(self, peer: Peer) -> None:
-        """Before the plan a connection may end without harm: it may be a stranger's, or of an update before."""
+        """Before its hello a connection may end without harm: it may be a stranger's, or of an update before."""
         try:
             messages = peer.channel.said()
         except Gone:
+            if peer.hello is not None:
+                raise named(self._offer, "peer_lost", [peer.number], "closed its connection") from None
             self._forget(peer)
             return
         except wire.WireError as error:
-            self._dismiss(peer, f"said what is no message: {error}")
+            why = f"said what is no message: {error}"
+            if peer.hello is not None:
+                raise named(self._offer, "stream_mismatch", [peer.number], why) from None
+            self._dismiss(peer, why)
             return
         for message in messages:
-            if isinstance(message, Goodbye) and peer.hello is not None:
-                raise Aborted(*reasons(self._offer, peer.number, message))
-            if isinstance(message, Goodbye):
-                self._forget(peer)
-                return
-            why = self._misplaced(message) if peer.hello is None else "said something out of turn"
+            if peer.hello is not None:
+                if isinstance(message, Goodbye):
+                    raise Aborted(*reasons(self._offer, peer.number, message))
+                raise named(self._offer, "stream_mismatch", [peer.number], f"said {message.kind} out of turn")
+            why = self._misplaced(message)
             if why or not isinstance(message, Hello):
                 self._dismiss(peer, why)
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -60,12 +60,13 @@ class BroadcastSender:
         self._make_group = make_group or BACKENDS[backend]
         self._patience_s = min(patience_s, LONGEST_PATIENCE_S)
         self._digests = digests
+        self._bound = (host, port)
         self._host = advertise or host
         self._listener = listen(host, port)
-        self._address = join_address(self._host, self._listener.getsockname()[1])
         self._alarm = Alarm()
-        self._lock = threading.Lock()  # of the next four, which `abort` shares
+        self._lock = threading.Lock()  # of listener and session, and of the next three: `abort` shares them
         self._session = _fresh_name()
+        self._address = join_address(self._host, self._listener.getsockname()[1])
         self._round: Round | None = None
         self._aborted = ""
         self._closed = False
@@ -76,6 +77,7 @@ class BroadcastSender:
 
     @property
     def address(self) -> str:
+        """Another port with every session, if any may be taken: who comes late for an ended one knows it at once."""
         return self._address
 
     @property
@@ -138,7 +140,7 @@ class BroadcastSender:
         """With nothing under way only the session is another one then: an offer that was made is void."""
         with self._lock:
             if self._round is None:
-                self._session = _fresh_name()
+                self._renew()
             else:
                 self._aborted = reason or "aborted"
                 self._alarm.ring()
@@ -147,7 +149,6 @@ class BroadcastSender:
         if not self._closed:
             self._closed = True
             self._end(Failure("peer_lost", "the sender has ended"))
-            self._listener.close()
             self._alarm.close()
 
     def _enter(self, offer: StreamOffer, plan: StreamPlan) -> Round:
@@ -173,7 +174,7 @@ class BroadcastSender:
             return self._group_name
         self._drop_group()
         if self._backend == "nccl":
-            _refuse_shared_devices(run.offer, {number: hello.device for number, hello in hellos.items()})
+            refuse_shared_devices(run.offer, device_name(), {n: hello.device for n, hello in hellos.items()})
         return f"{self._session}.{seats}.{secrets.token_hex(4)}"  # nothing of an earlier group can match
 
     def _maker(self, run: Round) -> Callable[[Relay], Group]:
@@ -195,17 +196,27 @@ class BroadcastSender:
 
     def _end(self, why: Failure) -> None:
         """Not normally: nothing of this session is used again."""
+        for line in accepted(self._listener, RECEIVER_LIMIT):
+            Peer(line).hang_up(why)
         with self._lock:
             run, self._round, self._aborted = self._round, None, ""
-            self._session = _fresh_name()
+            self._renew()
         for peer in self._peers:
             peer.hang_up(why)
         self._peers = []
-        for line in accepted(self._listener, RECEIVER_LIMIT):
-            Peer(line).hang_up(why)
         if run is not None and run.drop():
             self._slots = []
         self._drop_group()
+
+    def _renew(self) -> None:
+        """Another session. With the lock."""
+        self._session = _fresh_name()
+        if self._closed:
+            self._listener.close()
+        elif not self._bound[1]:
+            self._listener.close()
+            self._listener = listen(*self._bound)
+            self._address = join_address(self._host, self._listener.getsockname()[1])
 
     def _drop_group(self) -> None:
         group, self._group, self._group_name = self._group, None, ""
@@ -219,9 +230,9 @@ def _check(plan: StreamPlan) -> None:
         raise Aborted(Failure("stream_mismatch", f"{error.where}: {error.why}")) from None
 
 
-def _refuse_shared_devices(offer: StreamOffer, devices: dict[int, str]) -> None:
-    """nccl would hang or fail with two ranks on one device."""
-    taken = [device_name(), *(device for _, device in sorted(devices.items()))]
+def refuse_shared_devices(offer: StreamOffer, own: str, devices: Mapping[int, str]) -> None:
+    """nccl takes no two ranks on one device. `own`: UUID of the sender's. Raises Aborted `transport_unsupported`."""
+    taken = [own, *devices.values()]
     wrong = [n for n, device in devices.items() if not device or taken.count(device) > 1]
     if wrong:
         why = "nccl needs a device of its own for every rank"
