@@ -33,15 +33,20 @@ def walk(source: WeightSource, taker: Taker | None, team: Lockstep) -> Liveweigh
     """
     failed: LiveweightsError | None = None
     for name, tensor in source.tensors():
-        if taker is None or failed is not None:
-            continue
-        try:
-            if tensor is None:
-                raise Aborted(Failure("internal", "the sending rank was not given it", tensor=name))
-            taker.put(name, tensor)
-        except LiveweightsError as error:
-            failed = error
+        if taker is not None and failed is None:
+            failed = _given(taker, name, tensor)
+        del tensor  # or it would be in memory while the next one is gathered
     return team.agree(failed or touched(source))
+
+
+def _given(taker: Taker, name: str, tensor: torch.Tensor | None) -> LiveweightsError | None:
+    try:
+        if tensor is None:
+            raise Aborted(Failure("internal", "the sending rank was not given it", tensor=name))
+        taker.put(name, tensor)
+    except LiveweightsError as error:
+        return error
+    return None
 
 
 def touched(source: WeightSource) -> LiveweightsError | None:

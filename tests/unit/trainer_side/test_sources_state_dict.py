@@ -182,14 +182,15 @@ def test_eight_bit_weights_are_never_rounded() -> None:
     assert (source.specs["w"].dtype, source.specs["s"].dtype) == ("F8_E4M3", "BF16")
 
 
-def test_B075_a_nan_is_the_same_bits_wherever_it_lies() -> None:
+@pytest.mark.parametrize("target", ["BF16", "F16"])
+def test_B075_a_nan_is_the_same_bits_wherever_it_lies(target: str) -> None:
     """Vector and scalar code make different ones, and shards of a tensor end in other places than the whole."""
-    wide = torch.zeros(67)
-    wide[:] = torch.tensor([float("nan")])
-    bits = cast(wide, "BF16").view(torch.int16)
-    assert len(set(bits.tolist())) == 1
-    assert bits[0] == cast(wide[:1], "BF16").view(torch.int16)[0]
-    assert torch.isinf(cast(torch.tensor([float("inf")]), "BF16")).all()
+    kinds = torch.tensor([0x7FC12345, -0x3EDCBB, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    wide = torch.cat((kinds.repeat(22), torch.ones(1)))
+    plain = torch.tensor(float("nan"), dtype=cast(wide, target).dtype).view(torch.int16).item()
+    assert set(cast(wide, target)[:-1].view(torch.int16).tolist()) == {plain}
+    assert cast(wide, target)[-1] == 1
+    assert torch.isinf(cast(torch.tensor([float("inf")]), target)).all()
 
 
 # -- faults
