@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -198,6 +200,7 @@ def main() -> None:
     parser.add_argument("--kind", nargs="*", default=KINDS, choices=KINDS)
     parser.add_argument("--small", action="store_true", help="a dozen updates on one rank: does it run at all")
     chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # nothing is left running
     updates, tp = (12, 1) if chosen.small else (chosen.updates, chosen.tp)
     warm = min(20, updates // 3)
     torch.set_num_threads(1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from updater.demo.processes import Children, free_port
 KINDS = ("disk", "broadcast", "shared_memory")
 BUCKET_BYTES = 128 << 20
 TRAINER_S = 1800.0
+STOP_S = 60.0
 
 
 #: Freed memory goes back to the system at once, so that what is resident is what is held.
@@ -64,7 +66,14 @@ def train(work: Path, model: Path, url: str, bucket_bytes: int, **more: Any) -> 
     options = {"model": model, "coordinator": url, "pushed": work / "pushed", "bucket-bytes": bucket_bytes}
     options |= {"first-step": more.pop("first_step", 0), "out": work / "found.json"} | more
     command = [*launcher, *switches, *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
-    subprocess.run(command, env=os.environ | quiet, timeout=TRAINER_S, check=True)
+    trainer = subprocess.Popen(command, env=os.environ | quiet)
+    try:
+        if trainer.wait(TRAINER_S):
+            raise RuntimeError(f"the trainer ended with {trainer.returncode}")
+    finally:
+        if trainer.poll() is None:
+            trainer.terminate()  # the launcher ends what it has launched
+            trainer.wait(STOP_S)
     found: dict[str, Any] = json.loads((work / "found.json").read_text())
     return found
 
@@ -117,6 +126,7 @@ def main() -> None:
     parser.add_argument("--bucket-bytes", type=int, default=BUCKET_BYTES)
     parser.add_argument("--small", action="store_true", help="half a megabyte: does it run at all")
     chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # nothing is left running
     rounds, bucket_bytes = (1, 64 << 10) if chosen.small else (chosen.rounds, chosen.bucket_bytes)
     report = Report("push from FSDP2")
     with tempfile.TemporaryDirectory(prefix="liveweights-bench-") as folder:

@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,7 @@ HERE = Path(__file__).resolve().parent
 SHAPE = ModelShape(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=256)
 STANDARD_ERRORS = 3.0
 TRAINER_S = 600.0
+STOP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ def judge(rewards: list[list[float]]) -> Verdict:
 
 def main() -> int:
     asked = _arguments()
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # nothing is left running
     with tempfile.TemporaryDirectory(prefix="liveweights-rl-") as name:
         work = Path(name)
         model = make_model(work / "model", SHAPE)
@@ -89,7 +92,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, action="append", required=True, help="may be given several times")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--no-push", action="store_true", help="publish only the weights that the run starts with")
-    parser.add_argument("--transport", default="disk", choices=("disk", "broadcast", "shared_memory"))
+    parser.add_argument("--transport", default="shared_memory", choices=("disk", "broadcast", "shared_memory"))
     parser.add_argument("--report", type=Path, required=True)
     asked = parser.parse_args()
     if asked.steps < 5:
@@ -119,7 +122,13 @@ def _train(asked: argparse.Namespace, model: Path, work: Path, coordinator: Chil
     program += ["--no-push"] if asked.no_push else []
     quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
     command = [*launcher, *map(str, program)]
-    return subprocess.run(command, env=os.environ | quiet, timeout=TRAINER_S, check=False).returncode
+    trainer = subprocess.Popen(command, env=os.environ | quiet)
+    try:
+        return trainer.wait(TRAINER_S)
+    finally:
+        if trainer.poll() is None:
+            trainer.terminate()  # the launcher ends what it has launched
+            trainer.wait(STOP_S)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def test_the_policy_learns_through_its_publications(tmp_path: Path) -> None:
 
 
 def test_the_same_run_without_publications_does_not(tmp_path: Path) -> None:
-    report = loop(tmp_path, "--no-push")
+    report = loop(tmp_path, "--no-push", "--transport", "broadcast")
     assert not report["pushed"]
     assert not any(gain > 3 for gain in gains(report)), gains(report)
     for run in report["runs"]:
