@@ -38,7 +38,8 @@ Reply = dict[str, Any]
 
 
 class _Hosted(Replica):
-    """A replica that its coordinator reaches as an actor, and that reaches its coordinator as one."""
+    """A replica that its coordinator reaches as an actor, and that reaches its coordinator as one. Under a coordinator
+    that is a server, or none, it is like any other replica."""
 
     def __init__(self, wanted: FrontSettings, address: Address) -> None:
         super().__init__(wanted)
@@ -46,7 +47,7 @@ class _Hosted(Replica):
 
     @property
     def url(self) -> str:
-        return str(self._address)
+        return str(self._address) if self.settings.coordinator.startswith("ray://") else super().url
 
     def _fleet(self) -> FleetClient | None:
         coordinator = self.settings.coordinator
@@ -64,7 +65,7 @@ class ReplicaActor:
     """
 
     def __init__(self, settings: FrontSettings, address: str, broken_s: float = BROKEN_S) -> None:
-        self._loop = LoopThread("front")
+        self._address, self._loop = address, LoopThread("front")
         self._replica, self._stop, self._life = self._loop.submit(_begin(settings, Address.parse(address))).result()
         self._face = in_process.Face(self._replica.server.config.app, self._loop, settings.tokens.admin)  # type: ignore[arg-type]
         self._watch = self._loop.submit(self._end_when_over(broken_s))
@@ -109,7 +110,7 @@ class ReplicaActor:
 
     async def address(self) -> str:
         """Where this actor is found by name."""
-        return self._replica.url
+        return self._address
 
     async def processes(self) -> dict[str, Any]:
         """Process ids of the front and its ranks, the node they are on, and the port of the HTTP face."""
