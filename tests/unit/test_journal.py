@@ -306,8 +306,10 @@ def test_manifests_that_nobody_names_are_removed_once_they_are_old(tmp_path: Pat
     now = (files / f"{uploaded}.json").stat().st_mtime
     journal.prune(1, short, (begun,), now + UNNAMED_S - 60)
     assert len(list(files.iterdir())) == 6
-    os.utime(files / f"{uploaded}.json", (now, now - 10))
+    os.utime(files / f"{uploaded}.json", (now, now - UNNAMED_S - 10))
     journal.put_manifest(uploaded, '{"up":1}')  # its time begins anew
+    journal.prune(1, short, (begun,), now + 1)
+    assert journal.manifest(uploaded) is not None
     journal.prune(1, short, (begun,), now + UNNAMED_S + 60)
     names = {hashlib.sha256(text).hexdigest() for text in (b'{"m":2}', b'{"m":3}')} | {begun}
     assert {path.stem for path in files.iterdir()} == names

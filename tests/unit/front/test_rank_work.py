@@ -79,6 +79,7 @@ def test_progress_is_that_of_the_staging_that_runs() -> None:
         assert work.progress() == Progress(4, 0, 200)
         work.on_staged(0, Staged(4, 60))
         work.on_staged(1, Staged(3, 99))  # of an earlier one
+        assert work.progress() == Progress(4, 60, 200)
         work.on_staged(1, Staged(4, 30))
         work.on_staged(0, Staged(4, 70))
         assert work.progress() == Progress(4, 100, 200)
