@@ -74,10 +74,6 @@ class FilePart:
     def watched(self) -> Sequence[torch.Tensor]:
         return ()
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
     def share(self, sender: bool) -> int | None:
         if not self.digest:
             return None

@@ -84,10 +84,6 @@ class LoraPart:
         parts = [self.base, *(part for _delta, a, b in self.deltas for part in (a, b) if part is not None)]
         return [tensor for part in parts for tensor in part.watched]
 
-    @property
-    def device(self) -> torch.device:
-        return self.base.device
-
     def share(self, sender: bool) -> int | None:
         return None
 

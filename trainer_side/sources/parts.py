@@ -29,10 +29,6 @@ class Part(Protocol):
     def watched(self) -> Sequence[torch.Tensor]:
         """What lies on this rank and is published: its in-place writes are looked for."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where its collectives run."""
-
     def share(self, sender: bool) -> int | None:
         """This rank's summand of the digest, without collectives; None, on every rank, where only the whole has one.
 
@@ -123,7 +119,7 @@ class PartsSource:
         """Ranks that disagree would wait in different collectives; here all of them learn it."""
         text = "\n".join(f"{spec.name} {spec.dtype} {spec.shape}" for spec in self._specs.values())
         mark = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        marks = torch.tensor([mark, -mark], dtype=torch.int64, device=self._device)
+        marks = torch.tensor([mark, -mark], dtype=torch.int64, device=_device(group))
         torch.distributed.all_reduce(marks, torch.distributed.ReduceOp.MAX, group=group)
         if int(marks[0]) != -int(marks[1]):
             text = "the ranks of the trainer hold different names, dtypes or shapes"
@@ -131,13 +127,15 @@ class PartsSource:
 
     def _added(self, group: ProcessGroup, shares: Sequence[int]) -> list[int]:
         signed = [share - (1 << 64) if share >> 63 else share for share in shares]
-        sums = torch.tensor(signed, dtype=torch.int64, device=self._device)
+        sums = torch.tensor(signed, dtype=torch.int64, device=_device(group))
         torch.distributed.all_reduce(sums, torch.distributed.ReduceOp.SUM, group=group)  # int64 wraps around
         return [value & MASK for value in sums.tolist()]
 
-    @property
-    def _device(self) -> torch.device:
-        return self._parts[0].device if self._parts else torch.device("cpu")
+
+def _device(group: ProcessGroup) -> torch.device:
+    """One that the group's collectives take."""
+    backend = str(torch.distributed.get_backend_config(group))
+    return torch.device("cpu") if "cpu:" in backend else torch.device("cuda", torch.cuda.current_device())
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

@@ -25,10 +25,6 @@ class WholePart:
     def watched(self) -> Sequence[torch.Tensor]:
         return (self.tensor,)
 
-    @property
-    def device(self) -> torch.device:
-        return self.tensor.device
-
     def share(self, sender: bool) -> int | None:
         return tensor_digest(cast(self.tensor, self.spec.dtype), self.spec.dtype) if sender else 0
 
