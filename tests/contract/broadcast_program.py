@@ -25,11 +25,9 @@ from updater.core.participant import StreamOffer
 
 
 def model(seed: int, tensors: int, nbytes: int) -> dict[str, torch.Tensor]:
-    """`nbytes`: of each."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        f"t{at}": torch.randint(-9, 9, (nbytes // 2,), dtype=torch.int16, generator=generator) for at in range(tensors)
-    }
+    """`nbytes`: of each. Made quickly: the others are waiting."""
+    numbers = torch.arange(nbytes // 2, dtype=torch.int16)
+    return {f"t{at}": numbers * (2 * (seed + at) + 1) for at in range(tensors)}
 
 
 def say(**what: Any) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import socket
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from transports.broadcast import BroadcastHub, BroadcastSender
+from transports.broadcast.groups import GlooGroup
 from transports.broadcast.line import Line, accepted, join_address, listen, seats_digest, split_address
 from transports.broadcast.messages import Done, Goodbye, Hello, Message, Ready, encode
+from transports.broadcast.pending import Pending
 from transports.broadcast.sender import refuse_shared_devices
+from transports.buckets import Chunk
 from transports.contract import digests, noise
 from transports.local.channel import SENDER_LIMIT, wait
 from transports.stream_contract import StreamContract
@@ -127,3 +132,37 @@ def test_addresses() -> None:
     for bad in ("", "x", ":1", "host:", "host:port"):
         with refused("peer_lost"):
             split_address(bad)
+
+
+class Counting(GlooGroup):
+    posted = 0
+
+    def broadcast(self, data: torch.Tensor, notify: Callable[[], None]) -> Pending:
+        type(self).posted += 1
+        return super().broadcast(data, notify)
+
+
+def test_nothing_is_posted_before_everybody_has_room() -> None:
+    """One receiver stands still at the third bucket: the next one is under way, and no more are posted."""
+    sender, hubs = BroadcastSender(make_group=Counting), [BroadcastHub(30.0), BroadcastHub(30.0)]
+    still, go_on, seen = threading.Event(), threading.Event(), []
+
+    def stand_still(chunk: Chunk, _data: torch.Tensor) -> None:
+        if chunk.name == "t2":
+            still.set()
+            go_on.wait(60)
+
+    try:
+        tensors = {f"t{at}": noise("BF16", (8, 64), at) for at in range(8)}
+        update = Transfer(sender, hubs, tensors, bucket_bytes=1024, deadline_s=1.0)
+        update.receivers[1].take = stand_still
+        update.start()
+        assert still.wait(60)
+        update.join_sender()  # until its deadline
+        seen.append(Counting.posted)
+        go_on.set()
+        update.join()
+        assert seen == [4]
+    finally:
+        for end in (sender, *hubs):
+            end.close()

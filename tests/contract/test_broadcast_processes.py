@@ -21,8 +21,8 @@ pytestmark = pytest.mark.engine
 PROGRAM = Path(__file__).with_name("broadcast_program.py")
 SMALL = (1, 3, 4096)
 #: Tensors that fill a bucket each, larger than what the kernel holds between two processes.
-LARGE = (2, 4, 24 << 20)
-PATIENCE_S = 3.0
+LARGE = (2, 4, 16 << 20)
+PATIENCE_S = 5.0
 SEATS = seats_for(1, 2)
 RANKS = [("r0", 0), ("r1", 0), ("r1", 1)]
 

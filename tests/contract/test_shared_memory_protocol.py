@@ -282,6 +282,31 @@ def test_a_seat_is_taken_once() -> None:
         good(Transfer(sender, hubs, tensors(2)).run())
 
 
+def test_a_forked_worker_holds_nothing_of_a_stream() -> None:
+    """Whoever waits for the trainer's end does not wait for its data loaders too."""
+    here, there = (Channel(each, 1 << 10) for each in socket.socketpair(socket.AF_UNIX))
+    listener, file = Listener("@liveweights-forked"), memfd.SealedFile(1 << 16)
+    resume, go = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        told = os.read(resume, 1)
+        os._exit(0 if told and not mappings() else 1)
+    here.close()
+    wait([there], HANG_S)
+    with pytest.raises(Gone):
+        there.messages()
+    listener.close()
+    with refused("peer_lost"):
+        connect("@liveweights-forked", 1.0, never)
+    assert not any(memfd.NAME in os.readlink(link) for link in Path(f"/proc/{worker}/fd").iterdir())
+    os.write(go, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 0
+    for number in (resume, go):
+        os.close(number)
+    there.close()
+    file.close()
+
+
 # messages that are none
 
 
