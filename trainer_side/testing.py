@@ -127,6 +127,8 @@ class FakeCoordinator:
             self.begin(self.bodies[-1])
         elif self.state and self.state["receipt"] is not None and verb in ("renew", "seal", "commit", "abort"):
             return 409, {"code": "wrong_phase", "failures": [{"code": "wrong_phase", "message": "it ended"}]}
+        elif verb == "seal" and self.bodies[0].get("policy", {}).get("commit") == "manual":
+            self.enter("ready")
         elif verb in ("seal", "commit"):
             self.end("committed")
         elif verb == "abort":

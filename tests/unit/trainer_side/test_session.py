@@ -177,6 +177,22 @@ def test_an_exception_in_the_block_aborts(
     assert (sender.ends, sender.session, verbs(coordinator)) == ([False], "s1", ["abort"])
 
 
+@pytest.mark.parametrize("goes_wrong", [False, True])
+def test_a_sealed_update_that_waits_for_its_commit_is_aborted_by_an_exception_too(
+    coordinator: FakeCoordinator, client: Client, sender: RecordingSender, goes_wrong: bool
+) -> None:
+    last = (lambda _update: dict[str, int]()["trainer"]) if goes_wrong else UpdateSession.commit
+    steps = (put_all, UpdateSession.seal, last)
+    if goes_wrong:
+        with pytest.raises(KeyError):
+            published(client, sender, *steps, policy={"commit": "manual"})
+    else:
+        published(client, sender, *steps, policy={"commit": "manual"})
+    assert sender.ends == [True]
+    assert verbs(coordinator) == (["seal", "abort"] if goes_wrong else ["seal"])
+    assert coordinator.state["receipt"]["outcome"] == ("aborted" if goes_wrong else "committed")
+
+
 def test_a_block_left_without_a_seal_is_an_abort_and_says_so(
     coordinator: FakeCoordinator, client: Client, sender: RecordingSender
 ) -> None:
