@@ -53,9 +53,11 @@ types: $(STAMP)
 fast: $(STAMP)
 	$(PYTEST) -m "$(FAST)" -n 2 -q
 
-# Engine tests start processes of their own and wait for them; the tests of one file share what they start.
+# Engine tests start processes of their own and wait for them; the tests of one file share what they start. Those that
+# keep all cores busy by themselves (trainers of several ranks, clusters) come one after the other.
 engine: $(STAMP)
-	$(PYTEST) -m "(engine or slow) and not gpu" -n 2 --dist loadfile -q
+	$(PYTEST) -m "(engine or slow) and not alone and not gpu" -n 2 --dist loadfile -q
+	$(PYTEST) -m "alone and not gpu" -q
 
 core-coverage: $(STAMP)
 	$(BIN)/coverage run --branch --source=updater/core -m pytest -q -m "not engine and not gpu and not slow" \

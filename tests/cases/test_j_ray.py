@@ -46,7 +46,7 @@ from updater.core.participant import StatusRequest
 from updater.ray_calls import ActorTransport, Address
 from updater.ray_participant import RayParticipant
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.alone]
 
 torch.set_num_threads(1)
 #: What is told to an actor when it is made, and kept by Ray for its next life.

@@ -16,7 +16,7 @@ from trainer_side import Client
 from updater.demo.processes import Children, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.alone]
 
 
 @dataclass(frozen=True)

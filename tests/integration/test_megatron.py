@@ -21,7 +21,7 @@ from updater.demo.processes import Children, free_port
 
 HERE = Path(__file__).resolve().parent
 HANG_S = 400.0
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 
 SHAPES = {
     "llama": ModelShape(hidden=80, intermediate=64),

@@ -36,7 +36,7 @@ from trainer_side.client import Cut
 from trainer_side.ray import AsyncRayClient
 from updater.core.errors import LiveweightsError, Rejected, Unavailable
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.alone]
 
 ROOT = Path(__file__).resolve().parents[2]
 #: As many calls as a trainer's rollouts may have open at once.

@@ -16,7 +16,7 @@ from updater.core.version import Version
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = (1, 2, 3)
 STEPS = 15
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 
 def loop(folder: Path, *more: str) -> dict[str, Any]:

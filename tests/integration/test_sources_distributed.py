@@ -19,7 +19,7 @@ from sources_program import CASES, ROUNDED, SIZE, STEPPED, adapted, made
 from trainer_side.sources import as_source
 from transports.digest import tensor_digest, to_hex
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.alone]
 
 PROGRAM = Path(__file__).with_name("sources_program.py")
 HANG_S = 280

@@ -20,7 +20,7 @@ from updater.core.errors import LiveweightsError, Rejected, Unavailable
 from updater.manifest import FILE_NAME, Manifest
 
 pytest.importorskip("trl")
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.alone]
 
 STEPS, TOKENS = 2, 8
 
