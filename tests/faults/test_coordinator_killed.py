@@ -22,7 +22,7 @@ from updater.coordinator.clock import LoopClock
 from updater.testing.fronts import SimulatedFront, digest_of, front_app
 
 PROGRAM = Path(__file__).with_name("coordinator_program.py")
-GUARD_S = 60.0
+GUARD_S = 180.0
 
 pytestmark = pytest.mark.slow
 
