@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -69,10 +70,8 @@ class MegatronPart:
     def fill(self, whole: Any) -> None:
         """The other way: set what this rank holds from a tensor (or a slice reader of a file) of the whole shape."""
         for box, fragment in self.held.items():
-            region, at = whole[_slices(box)], 0
-            for piece in fragment.pieces:
-                piece.copy_(region[at : at + piece.shape[0]] if len(fragment.pieces) > 1 else region)
-                at += piece.shape[0]
+            for piece, part in _side_by_side(fragment, whole[_slices(box)]):
+                piece.copy_(part)
 
     def whole(self, sender: bool) -> torch.Tensor | None:
         """Point to point from the owners of its regions to the sender; other ranks have nothing to do."""
@@ -86,15 +85,18 @@ class MegatronPart:
 
     def _receive(self) -> torch.Tensor:
         tensor = torch.empty(self.spec.shape, dtype=TORCH_DTYPES[self.spec.dtype], device=self.device)
-        waiting: list[tuple[Region, torch.Tensor, dist.Work]] = []
+        waiting: list[tuple[Region, torch.Tensor, dist.Work | None]] = []
         for region in self.planned.regions:
             place = tensor[_slices(region.box)]
             if region.owner == self.here.rank:
-                _copy(self.held[region.box], place, self.spec.dtype)
+                for piece, part in _side_by_side(self.held[region.box], place):
+                    part.copy_(cast(piece, self.spec.dtype))
                 continue
             # Rows land where they belong; columns by way of a copy.
             landing = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
-            waiting.append((region, landing, self._started(dist.irecv, landing, region.owner, region)))
+            with self._with_peer(region):
+                work = dist.irecv(_as_bytes(landing), group=self.here.group, group_src=region.owner)
+            waiting.append((region, landing, work))
         for region, landing, work in waiting:
             self._finish(work, region)
             place = tensor[_slices(region.box)]
@@ -107,23 +109,23 @@ class MegatronPart:
         for region in self.planned.regions:
             if region.owner == self.here.rank:
                 data = cast(self.held[region.box].tensor(), self.spec.dtype).to(self.device).contiguous()
-                waiting.append((region, data, self._started(dist.isend, data, self.here.sender, region)))
+                with self._with_peer(region):
+                    work = dist.isend(_as_bytes(data), group=self.here.group, group_dst=self.here.sender)
+                waiting.append((region, data, work))
         for region, _data, work in waiting:
             self._finish(work, region)
 
-    def _started(self, call: object, data: torch.Tensor, peer: int, region: Region) -> dist.Work:
-        """As bytes: not every backend knows every dtype."""
-        side = {"group_src": peer} if call is dist.irecv else {"group_dst": peer}
-        try:
-            work: dist.Work = call(data.view(-1).view(torch.uint8), group=self.here.group, **side)  # type: ignore[operator]
-        except RuntimeError as error:
-            raise self._lost(region) from error
-        return work
+    def _finish(self, work: dist.Work | None, region: Region) -> None:
+        """Waits as long as the trainer's group does (I9). None: torch has done it already."""
+        with self._with_peer(region):
+            if work is not None:
+                work.wait()
 
-    def _finish(self, work: dist.Work, region: Region) -> None:
-        """Waits as long as the trainer's group does (I9)."""
+    @contextlib.contextmanager
+    def _with_peer(self, region: Region) -> Iterator[None]:
+        """torch says that a peer is gone, or was too slow, by a RuntimeError that names nobody."""
         try:
-            work.wait()
+            yield
         except RuntimeError as error:
             raise self._lost(region) from error
 
@@ -134,12 +136,17 @@ class MegatronPart:
         return Aborted(Failure("peer_lost", text, rank=peer, tensor=self.spec.name))
 
 
-def _copy(fragment: Fragment, place: torch.Tensor, dtype: str) -> None:
-    at = 0
-    for piece in fragment.pieces:
-        target = place[at : at + piece.shape[0]] if len(fragment.pieces) > 1 else place
-        target.copy_(cast(piece, dtype))
-        at += piece.shape[0]
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Not every backend knows every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _side_by_side(fragment: Fragment, region: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(piece, its part of the region)."""
+    if len(fragment.pieces) == 1:
+        yield fragment.pieces[0], region
+        return
+    yield from zip(fragment.pieces, torch.split(region, [each.shape[0] for each in fragment.pieces]), strict=True)
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
