@@ -385,7 +385,10 @@ def _folder_of(sending: Sending) -> FolderSending:
 
 
 def _on_this_machine(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme not in ("http", "https"):  # an actor may live on any node, whatever its name
+        return False
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
