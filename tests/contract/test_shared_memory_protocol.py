@@ -289,20 +289,24 @@ def test_a_forked_worker_holds_nothing_of_a_stream() -> None:
     resume, go = os.pipe()
     worker = os.fork()
     if worker == 0:
+        os.close(go)
         told = os.read(resume, 1)
         os._exit(0 if told and not mappings() else 1)
-    here.close()
-    wait([there], HANG_S)
-    with pytest.raises(Gone):
-        there.messages()
-    listener.close()
-    with refused("peer_lost"):
-        connect("@liveweights-forked", 1.0, never)
-    assert not any(memfd.NAME in os.readlink(link) for link in Path(f"/proc/{worker}/fd").iterdir())
-    os.write(go, b"x")
-    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 0
-    for number in (resume, go):
-        os.close(number)
+    try:
+        here.close()
+        wait([there], 10.0)
+        with pytest.raises(Gone):
+            there.messages()
+        listener.close()
+        with refused("peer_lost"):
+            connect("@liveweights-forked", 1.0, never)
+        assert not any(memfd.NAME in os.readlink(link) for link in Path(f"/proc/{worker}/fd").iterdir())
+        os.write(go, b"x")
+    finally:
+        os.close(go)
+        os.close(resume)
+        status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    assert status == 0
     there.close()
     file.close()
 

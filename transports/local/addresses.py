@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from transports.base import Cancelled
+from transports.local.forks import not_in_children
 from updater.core.errors import Aborted, Failure
 
 _LONGEST = 107
@@ -53,6 +54,7 @@ class Listener:
             if self._path:
                 os.chmod(self._path, 0o600)
             self._sock.listen(1024)
+            not_in_children(self)
         except BaseException:
             self._sock.close()
             raise
@@ -80,6 +82,9 @@ class Listener:
                 found.append(sock)
             else:
                 sock.close()
+
+    def drop(self) -> None:
+        self._sock.close()
 
     def close(self) -> None:
         if not self.closed:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
+from transports.local.forks import not_in_children
 from transports.local.messages import Message, decode, encode
 from updater import wire
 
@@ -42,6 +43,7 @@ class Channel:
         self.spoilt: wire.WireError | None = None  # what came is no message: nothing after it is read
         self.ended = False  # the other side has hung up; there may be messages from before that
         self.closed = False
+        not_in_children(self)
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -97,6 +99,9 @@ class Channel:
             self._out.clear()
             while self.descriptors:
                 os.close(self.descriptors.popleft())
+
+    def drop(self) -> None:
+        self._sock.close()
 
     def _read(self) -> bool:
         try:

@@ -107,7 +107,7 @@ class CudaDevice:
 
 
 def _unable(what: str, error: RuntimeError) -> Aborted:
-    """What the driver refuses: another process's memory in a container without the rights, a backend without handles."""
+    """What the driver refuses: in a container without the rights, or with an allocator whose memory has no handles."""
     return Aborted(Failure("transport_unsupported", f"this process cannot {what}: {str(error)[:300]}"))
 
 

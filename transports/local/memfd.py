@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from transports.local.forks import not_in_children
 from updater.core.errors import Aborted, Failure
 
 F_SEAL_FUTURE_WRITE = 0x0010  # of <linux/fcntl.h>; Python knows it from 3.13 on
@@ -28,6 +29,8 @@ _libc.mmap.argtypes = [
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
 ]  # fmt: skip
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_DONTFORK = getattr(mmap, "MADV_DONTFORK", 10)
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -36,6 +39,7 @@ class SealedFile:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+        self.closed = False
         available = available_bytes()
         if available is not None and nbytes > available:
             raise _no_space(nbytes, "memory", available)
@@ -56,10 +60,16 @@ class SealedFile:
         except BaseException:
             os.close(self.number)
             raise
+        not_in_children(self)
+
+    def drop(self) -> None:
+        if not self.closed:
+            os.close(self.number)
 
     def close(self) -> None:
-        if self.tensor is not None:
-            self.tensor = None
+        self.tensor = None
+        if not self.closed:
+            self.closed = True
             os.close(self.number)
 
 
@@ -90,6 +100,7 @@ def mapped(number: int, nbytes: int, *, writable: bool) -> torch.Tensor:
     if address == _FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+    _libc.madvise(address, nbytes, _DONTFORK)  # a forked child that lives on would keep the memory
     array = (ctypes.c_uint8 * nbytes).from_address(address)
     weakref.finalize(array, _libc.munmap, address, nbytes).atexit = False
     return torch.frombuffer(array, dtype=torch.uint8)
