@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trainer_side.hooks import Hooks
     from trainer_side.pusher import Pusher, push, push_async
     from trainer_side.session import AsyncUpdateSession, UpdateSession
+    from trainer_side.sources import as_source
     from updater.schemas import Receipt
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Pusher",
     "Receipt",
     "UpdateSession",
+    "as_source",
     "push",
     "push_async",
 ]
@@ -36,6 +38,7 @@ _HOMES = {
     "Pusher": "trainer_side.pusher",
     "Receipt": "updater.schemas",
     "UpdateSession": "trainer_side.session",
+    "as_source": "trainer_side.sources",
     "push": "trainer_side.pusher",
     "push_async": "trainer_side.pusher",
 }

@@ -27,6 +27,7 @@ from trainer_side.running import Link
 from trainer_side.session import LEASE_S, STALL_S, UpdateSession
 from trainer_side.snapshot import Snapshot
 from trainer_side.sources import as_source
+from trainer_side.sources.casts import Dtypes
 from trainer_side.stream import Leading, Sending, StreamSending, publish, walk
 from trainer_side.weights import WeightSource
 from transports.buckets import BUCKET_BYTES
@@ -62,7 +63,7 @@ class Pusher:
 
     `transport`: how the bytes travel. `auto` takes `disk` for a path or where a `directory` is named (here, or by
     LIVEWEIGHTS_DIRECTORY), else `shared_memory` if every replica is on this machine, else `broadcast`.
-    `directory`, `config_from`, `keep`, `shard_bytes`: for disk; see `push`.
+    `directory`, `config_from`, `keep`, `shard_bytes`: for disk; see `push`. `dtypes`: as in `sources.as_source`.
     `bucket_bytes`: what travels at once; two of them are in memory. `stall_s`: how long one receiver may keep a stream
     waiting before it is given up. `sender_options`: for the transport's sender class. `link`: speaks to the
     coordinator instead of a client of `url`.
@@ -80,6 +81,7 @@ class Pusher:
         config_from: str | os.PathLike[str] | None = None,
         keep: int = 2,
         shard_bytes: int = SHARD_BYTES,
+        dtypes: Dtypes | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         stall_s: float = STALL_S,
         sender_options: Mapping[str, Any] | None = None,
@@ -91,7 +93,7 @@ class Pusher:
         root = directory or os.environ.get(DIRECTORY_ENV)
         source = Path(config_from) if config_from else None
         self._shelf = Shelf(Path(root).resolve(), source, keep, shard_bytes) if root else None
-        self._bucket_bytes, self._stall_s = bucket_bytes, stall_s
+        self._dtypes, self._bucket_bytes, self._stall_s = dtypes, bucket_bytes, stall_s
         self._sender_options = dict(sender_options or {})
         self._senders: dict[str, StreamSender] = {}
         self._one_at_a_time = threading.Lock()
@@ -114,8 +116,8 @@ class Pusher:
         asked = Asked(Terms.of(version, policy, id, base_version), hooks or Hooks(), lease_s, timeout_s, progress)
         with self._one_at_a_time:
             if isinstance(weights, str | os.PathLike) and self._transport in ("auto", "disk"):
-                return self._follow(self._of_folder(_existing(weights), asked, None), True, Lockstep(None))
-            source = as_source(weights)
+                return self._follow(self._of_folder(self._as_it_is(weights), asked, None), True, Lockstep(None))
+            source = as_source(weights, dtypes=self._dtypes)
             return publish(source, lambda known: self._sending(source, known, asked))
 
     def push_async(
@@ -219,14 +221,20 @@ class Pusher:
             self._senders[kind] = make_sender(kind, **self._sender_options)
         return self._senders[kind]
 
+    def _as_it_is(self, path: str | os.PathLike[str]) -> Path:
+        """A checkpoint that the fleet reads by itself. Raises Rejected."""
+        if self._dtypes:
+            raise refuse("bad_request", "dtypes: a checkpoint on disk is read as it lies there; stream it to cast it")
+        return _existing(path)
+
     # -- in the background
 
     def _start(self, weights: Weights, asked: Asked) -> Future[Receipt]:
         with self._one_at_a_time:
             if isinstance(weights, str | os.PathLike) and self._transport in ("auto", "disk"):
-                folder = _existing(weights)
+                folder = self._as_it_is(weights)
                 return self._later(lambda: self._follow(self._of_folder(folder, asked, None), True, Lockstep(None)))
-            source = as_source(weights)
+            source = as_source(weights, dtypes=self._dtypes)
             team, side = Lockstep(source.group), side_group(source.group)
             kind = team.lead((lambda: {"kind": self._kind()}) if source.is_sender else None)["kind"]
             if kind == "disk":
@@ -285,6 +293,7 @@ def push(
     base_version: str | Version | None = None,
     keep: int = 2,
     shard_bytes: int = SHARD_BYTES,
+    dtypes: Dtypes | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     lease_s: float | None = None,
     timeout_s: float = UPDATE_S,
@@ -299,6 +308,7 @@ def push(
     `directory`: for disk, where `<run>-<step>` is written with its manifest. `config_from`: model folder whose config
     and tokenizer files go with the weights, so that an engine can start there. `keep`: how many folders of earlier
     pushes to leave in `directory`, besides those that the coordinator still needs.
+    `dtypes`: {glob pattern: dtype} of what travels rounded, as in `sources.as_source`: `{"*": "BF16"}`.
     `base_version`: refuse unless this one is live. `id`: names this update; asked again it is the same one.
     `lease_s`: how long a stream lives without a sign of this process (renewed in the background).
 
@@ -312,6 +322,7 @@ def push(
         config_from=config_from,
         keep=keep,
         shard_bytes=shard_bytes,
+        dtypes=dtypes,
         bucket_bytes=bucket_bytes,
     )
     with pusher:
@@ -343,6 +354,7 @@ def push_async(
     base_version: str | Version | None = None,
     keep: int = 2,
     shard_bytes: int = SHARD_BYTES,
+    dtypes: Dtypes | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     lease_s: float | None = None,
     timeout_s: float = UPDATE_S,
@@ -360,6 +372,7 @@ def push_async(
         config_from=config_from,
         keep=keep,
         shard_bytes=shard_bytes,
+        dtypes=dtypes,
         bucket_bytes=bucket_bytes,
     )
     asked = Asked(Terms.of(version, policy, id, base_version), hooks or Hooks(), lease_s, timeout_s, progress)

@@ -135,3 +135,19 @@ def test_a_state_dict_needs_a_place(coordinator: FakeCoordinator, monkeypatch: p
     with pytest.raises(Rejected):
         push(weights(), 7, url=coordinator.url, token="", transport="disk")
     assert coordinator.bodies == []
+
+
+def test_what_travels_may_be_rounded(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    push(weights(1 / 3), 7, url=coordinator.url, token="", directory=tmp_path, dtypes={"*": "BF16"})
+    asyncio.run(push_async(weights(1 / 3), 8, url=coordinator.url, token="", directory=tmp_path, dtypes={"*": "BF16"}))
+    expected = torch.full((4,), 1 / 3).bfloat16()
+    for name in ("0-7", "0-8"):
+        assert torch.equal(load_file(tmp_path / name / "model.safetensors")["w"], expected)
+
+
+def test_a_folder_that_the_fleet_reads_is_not_cast(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    push(weights(), 7, url=coordinator.url, token="", directory=tmp_path)
+    with pytest.raises(Rejected) as caught:
+        push(tmp_path / "0-7", 8, url=coordinator.url, token="", dtypes={"*": "BF16"})
+    assert caught.value.code == "bad_request"
+    assert len(coordinator.bodies) == 1
