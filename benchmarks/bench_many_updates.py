@@ -36,7 +36,7 @@ KINDS = ("disk", "broadcast", "shared_memory")
 SHAPE = ModelShape(hidden=1024, layers=1, heads=4, kv_heads=4, head_dim=64, intermediate=1024)
 
 BUCKET_BYTES = 4 << 20
-#: Pools of connections and threads grow to what ever overlapped, which is not many.
+#: Pools of connections and threads grow to what ever overlapped, which is not many: far fewer than updates.
 SLACK = 3
 #: Idle connections of the servers are closed after 5 s.
 REST_S = 7.0
@@ -127,7 +127,7 @@ def soak(all: Party, kinds: Sequence[str], warm: int, more: int) -> Growth:
     first, last = (_least(part) for part in (samples[warm : warm + 5], samples[-5:]))
     after = _at_rest(stream, before)
     memory = {role: last.processes[role].resident - first.processes[role].resident for role in all.pids}
-    return Growth(memory, more_counts(first, last, SLACK), more_counts(before, after))
+    return Growth(memory, more_counts(first, last, SLACK), more_counts(before, after, SLACK))
 
 
 class _Updates:
@@ -176,7 +176,7 @@ def _answers(replica: str, version: str) -> None:
     httpx.post(f"{replica}/v1/completions", json=body, timeout=60.0, trust_env=False).raise_for_status()
 
 
-def more_counts(early: Sample, late: Sample, slack: int = 0) -> dict[str, tuple[Any, Any]]:
+def more_counts(early: Sample, late: Sample, slack: int) -> dict[str, tuple[Any, Any]]:
     """role -> counts of both samples, where one of them is more than `slack` higher; and files, shm."""
     found: dict[str, tuple[Any, Any]] = {}
     for role, held in late.processes.items():
