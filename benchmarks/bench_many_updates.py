@@ -158,7 +158,7 @@ def _at_rest(updates: _Updates, wanted: Sample | None = None) -> Sample:
     """The least of everything within some seconds, in which idle connections end; sooner, where it is as `wanted`."""
     until = time.monotonic() + REST_S * (1 if wanted is None else 3)
     least = updates.sample()
-    while time.monotonic() < until and (wanted is None or more_counts(wanted, least)):
+    while time.monotonic() < until and (wanted is None or more_counts(wanted, least, 0)):
         time.sleep(0.1)
         least = least.least(updates.sample())
     return least
