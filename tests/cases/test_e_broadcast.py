@@ -23,6 +23,8 @@ from transports.stream_testing import Receiving, Transfer, manifest_of, offer_of
 from updater.core.errors import LiveweightsError
 from updater.core.participant import StreamOffer
 
+pytestmark = pytest.mark.slow  # together, not each
+
 
 def model(seed: int, tensors: int = 5) -> dict[str, torch.Tensor]:
     return {f"t{at}": noise("BF16", (16, 100), 100 * seed + at) for at in range(tensors)}

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 
 from transports.broadcast import BroadcastHub, BroadcastSender
@@ -23,6 +24,8 @@ from transports.stream_testing import Receiving, Transfer, manifest_of, offer_of
 from transports.testing import refused
 from updater.core.errors import Aborted
 from updater.core.participant import StreamOffer
+
+pytestmark = pytest.mark.slow  # together, not each
 
 
 class TestBroadcast(StreamContract):

@@ -7,6 +7,8 @@ from transports.local.testing import FakeDevice
 from transports.shared_memory import SharedMemoryHub, SharedMemorySender
 from transports.stream_contract import StreamContract
 
+pytestmark = pytest.mark.slow  # together, not each
+
 
 class TestSharedMemory(StreamContract):
     def sender(self) -> SharedMemorySender:
