@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from transports.cuda_ipc import CudaIpcHub, CudaIpcSender
 from transports.local.testing import FakeDevice
 from transports.shared_memory import SharedMemoryHub, SharedMemorySender
