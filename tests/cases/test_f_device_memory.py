@@ -34,6 +34,8 @@ from updater import wire
 from updater.core.errors import Aborted
 from updater.core.participant import StreamOffer
 
+pytestmark = pytest.mark.slow  # together, not each
+
 HELD = {"w": noise("BF16", (64, 100), 1), "v": noise("BF16", (64, 100), 2), "scale": noise("F32", (2,), 3)}
 
 

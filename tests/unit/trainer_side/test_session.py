@@ -23,6 +23,8 @@ from updater.core.errors import Aborted, Failure, LiveweightsError, Rejected, Ro
 from updater.manifest import Manifest, TensorSpec
 from updater.schemas import Receipt, UpdateState
 
+pytestmark = pytest.mark.slow  # together, not each
+
 #: Small buckets, so that tensors share some and fill others.
 BUCKET = 1024
 TENSORS = {
