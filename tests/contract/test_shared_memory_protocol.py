@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -299,8 +299,12 @@ def test_a_seat_is_taken_once() -> None:
 
 def memory_files(process: int | str) -> set[int]:
     """Inodes of the shared buffers that a process has open."""
-    links = [link for link in Path(f"/proc/{process}/fd").iterdir() if link.exists() or link.is_symlink()]
-    return {os.stat(link).st_ino for link in links if memfd.NAME in os.readlink(link)}
+    found = set()
+    for link in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile, or that of the listing itself
+            if memfd.NAME in os.readlink(link):
+                found.add(os.stat(link).st_ino)
+    return found
 
 
 def test_a_forked_worker_holds_nothing_of_a_stream() -> None:
@@ -308,13 +312,15 @@ def test_a_forked_worker_holds_nothing_of_a_stream() -> None:
     here, there = (Channel(each, 1 << 10) for each in socket.socketpair(socket.AF_UNIX))
     held = memory_files("self")
     listener, file = Listener("@liveweights-forked"), memfd.SealedFile(1 << 16)
-    resume, go = os.pipe()
+    (resume, go), (started, forked) = os.pipe(), os.pipe()
     worker = os.fork()
     if worker == 0:
         os.close(go)
+        os.write(forked, b"x")  # what is done at a fork has been done
         told = os.read(resume, 1)
         os._exit(0 if told and not mappings() else 1)
     try:
+        os.read(started, 1)
         here.close()
         wait([there], 10.0)
         with pytest.raises(Gone):
@@ -326,8 +332,8 @@ def test_a_forked_worker_holds_nothing_of_a_stream() -> None:
         assert memory_files("self") - held
         os.write(go, b"x")
     finally:
-        os.close(go)
-        os.close(resume)
+        for end in (go, resume, started, forked):
+            os.close(end)
         status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
     assert status == 0
     there.close()
