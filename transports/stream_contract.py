@@ -17,6 +17,7 @@ from transports.stream import StreamSender, StreamSource
 from transports.stream_testing import (
     SENDER_FAULTS,
     FaultySender,
+    HeldSender,
     Receiving,
     Transfer,
     manifest_of,
@@ -25,7 +26,7 @@ from transports.stream_testing import (
     send_all,
     specs_of,
 )
-from updater.core.errors import Aborted, LiveweightsError
+from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.manifest import Manifest, TensorSpec
 
 #: Long enough for a busy machine, short enough to wait for.
@@ -254,6 +255,30 @@ class StreamContract(TransportContract):
             assert _places(update.sender_error) == [("peer_lost", "r0", 0)]
             self._good(Transfer(sender, hubs, _model(2)).run())
 
+    def test_the_cause_comes_before_what_followed(self) -> None:
+        """One receiver finds a fault, the others are told to stop, and only then the sender looks: it names the fault,
+        whoever sits first, and also when it was told that the update has ended."""
+        for failing, told in ((0, False), (1, False), (0, True), (1, True)):
+            with self._ends(2) as (sender, hubs):
+                held = HeldSender(sender, 4)
+                update = Transfer(held, hubs, _model(1), bucket_bytes=1024)
+                assert update.plan is not None
+                stop = threading.Event()
+                update.receivers[failing].take = _Failing(update.plan.buckets[2].chunks[0], held.waiting)
+                update.receivers[1 - failing].should_stop = stop.is_set
+                update.start()
+                update.join_receiver(failing)
+                stop.set()
+                update.join_receivers()
+                if told:
+                    sender.abort("the update ended")
+                held.release.set()
+                update.join()
+                assert _code(update.receivers[failing].error) == "tensor_digest"
+                assert isinstance(update.receivers[1 - failing].error, Cancelled)
+                assert _places(update.sender_error)[0] == ("tensor_digest", "r0", failing)
+                self._good(Transfer(sender, hubs, _model(2)).run())
+
     def test_an_abort_from_another_thread(self) -> None:
         with self._ends(2) as (sender, hubs):
             update = Transfer(sender, hubs, _model(1), bucket_bytes=1024)
@@ -374,6 +399,18 @@ def _raise_at(name: str) -> Callable[[Chunk, torch.Tensor], None]:
             raise _Broken(name)
 
     return take
+
+
+class _Failing:
+    """Finds a fault at one chunk, but not before `when`."""
+
+    def __init__(self, chunk: Chunk, when: threading.Event) -> None:
+        self.chunk, self.when = chunk, when
+
+    def __call__(self, chunk: Chunk, _data: torch.Tensor) -> None:
+        if chunk == self.chunk:
+            assert self.when.wait(60)
+            raise Aborted(Failure("tensor_digest", "not what was promised", tensor=chunk.name))
 
 
 class _Stuck:

@@ -60,21 +60,12 @@ def send_all(
             sender.finish(deadline_s, normal=False)
 
 
-class FaultySender:
-    """A sender that does `fault` (one of SENDER_FAULTS) to the bucket in which tensor `name` begins.
+class _Passing:
+    """A sender in front of another one."""
 
-    "slow" sends it only once `release` is set; "dead" goes away without a word.
-    """
-
-    def __init__(self, inner: StreamSender, fault: str, name: str) -> None:
-        if fault not in SENDER_FAULTS:
-            raise ValueError(fault)
-        self.inner, self.fault, self.name = inner, fault, name
+    def __init__(self, inner: StreamSender) -> None:
+        self.inner = inner
         self.kind = inner.kind
-        self.release = threading.Event()
-        self._hit: Bucket | None = None
-        self._held: torch.Tensor | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @property
     def address(self) -> str:
@@ -83,6 +74,56 @@ class FaultySender:
     @property
     def session(self) -> str:
         return self.inner.session
+
+    def open(self, offer: StreamOffer, plan: StreamPlan, deadline_s: float) -> None:
+        self.inner.open(offer, plan, deadline_s)
+
+    def buffer(self, bucket: Bucket, deadline_s: float) -> torch.Tensor:
+        return self.inner.buffer(bucket, deadline_s)
+
+    def send(self, bucket: Bucket, deadline_s: float) -> None:
+        self.inner.send(bucket, deadline_s)
+
+    def finish(self, deadline_s: float, *, normal: bool) -> None:
+        self.inner.finish(deadline_s, normal=normal)
+
+    def abort(self, reason: str) -> None:
+        self.inner.abort(reason)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class HeldSender(_Passing):
+    """Stands still before it asks for room for bucket `at`, having set `waiting`, until `release` is set."""
+
+    def __init__(self, inner: StreamSender, at: int) -> None:
+        super().__init__(inner)
+        self.at = at
+        self.waiting, self.release = threading.Event(), threading.Event()
+
+    def buffer(self, bucket: Bucket, deadline_s: float) -> torch.Tensor:
+        if bucket.index == self.at:
+            self.waiting.set()
+            self.release.wait(60)
+        return super().buffer(bucket, deadline_s)
+
+
+class FaultySender(_Passing):
+    """A sender that does `fault` (one of SENDER_FAULTS) to the bucket in which tensor `name` begins.
+
+    "slow" sends it only once `release` is set; "dead" goes away without a word.
+    """
+
+    def __init__(self, inner: StreamSender, fault: str, name: str) -> None:
+        if fault not in SENDER_FAULTS:
+            raise ValueError(fault)
+        super().__init__(inner)
+        self.fault, self.name = fault, name
+        self.release = threading.Event()
+        self._hit: Bucket | None = None
+        self._held: torch.Tensor | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def open(self, offer: StreamOffer, plan: StreamPlan, deadline_s: float) -> None:
         self._hit = next(bucket for bucket in plan.buckets if any(c.name == self.name for c in bucket.chunks))
@@ -102,15 +143,9 @@ class FaultySender:
             self.inner.send(self._hit, deadline_s)
             self._held = None
 
-    def finish(self, deadline_s: float, *, normal: bool) -> None:
-        self.inner.finish(deadline_s, normal=normal)
-
     def abort(self, reason: str) -> None:
         self.release.set()
         self.inner.abort(reason)
-
-    def close(self) -> None:
-        self.inner.close()
 
     def _spoilt(self, bucket: Bucket, deadline_s: float) -> None:
         chunk = next(c for c in bucket.chunks if c.name == self.name)
@@ -248,6 +283,9 @@ class Transfer:
 
     def join_sender(self, hang_s: float = 60.0) -> None:
         self._threads[0].join(hang_s)
+
+    def join_receiver(self, number: int, hang_s: float = 60.0) -> None:
+        self._threads[1 + number].join(hang_s)
 
     def join_receivers(self, hang_s: float = 60.0) -> None:
         for thread in self._threads[1:]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from transports.local.channel import RECEIVER_LIMIT, SENDER_LIMIT, Channel
+from transports.control.channel import RECEIVER_LIMIT, SENDER_LIMIT
+from transports.local.line import Line
 from transports.local.memfd import SealedFile
 from transports.local.messages import Buffers, FileBuffer
 from transports.local.receiver import Link
@@ -48,7 +49,7 @@ def descriptors() -> dict[str, Any]:
 def full() -> str:
     """A buffer's descriptor comes to a process that may open no more."""
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    here, there = Channel(ours, SENDER_LIMIT, descriptors=True), Channel(theirs, RECEIVER_LIMIT)
+    here, there = Line(ours, SENDER_LIMIT, descriptors=True), Line(theirs, RECEIVER_LIMIT)
     file = SealedFile(4096)
     there.post(Buffers((FileBuffer(4096),)), (file.number,))
     spare = []

@@ -14,10 +14,11 @@ import torch
 from transports.broadcast import BroadcastHub, BroadcastSender
 from transports.broadcast.groups import GlooGroup
 from transports.broadcast.line import accepted, listen
-from transports.broadcast.messages import Goodbye, Hello, Message, Opening
+from transports.broadcast.messages import Hello, Message, Opening
 from transports.buckets import Chunk, StreamPlan
 from transports.contract import digests, noise
-from transports.local.channel import SENDER_LIMIT, wait
+from transports.control.channel import SENDER_LIMIT, wait
+from transports.control.messages import Goodbye
 from transports.stream import StreamSender
 from transports.stream_testing import Receiving, Transfer, manifest_of, offer_of, seats_for, specs_of
 from updater.core.errors import LiveweightsError
@@ -228,9 +229,9 @@ def by_hand(reply: Message) -> tuple[Message, Receiving]:
     heard: list[Message] = []
     while len(heard) < 2:
         assert wait([line], 60)
-        heard += line.said()
+        heard += line.messages()
         if len(heard) == 1 and isinstance(heard[0], Hello):
-            line.say(reply)
+            line.post(reply)
     thread.join(60)
     for end in (line, listener, hub):
         end.close()

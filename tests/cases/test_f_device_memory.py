@@ -15,9 +15,9 @@ import torch
 
 from transports.buckets import StreamPlan
 from transports.contract import digests, noise
+from transports.control.channel import SENDER_LIMIT
 from transports.cuda_ipc import CudaIpcHub, CudaIpcSender
 from transports.local.addresses import connect
-from transports.local.channel import SENDER_LIMIT, Channel
 from transports.local.device import (
     EXPANDABLE,
     DeviceReceiverMemory,
@@ -26,6 +26,7 @@ from transports.local.device import (
     check,
     expandable_segments,
 )
+from transports.local.line import Line
 from transports.local.messages import Buffers, DeviceBuffer, Hello, Message, decode, encode
 from transports.local.testing import FakeDevice, ScriptedSender
 from transports.stream_testing import Receiving, Transfer, manifest_of, seats_for, specs_of
@@ -110,7 +111,7 @@ def test_B111_what_a_dead_rank_had_open_is_counted_down_for_it() -> None:
     trainer = FakeDevice()
     sender = CudaIpcSender(memory=trainer)
     plan = StreamPlan(specs_of(HELD), 4096)
-    rank = Channel(connect(sender.address, 5.0, lambda: False), SENDER_LIMIT)
+    rank = Line(connect(sender.address, 5.0, lambda: False), SENDER_LIMIT)
     rank.post(Hello(sender.session, 0, 1, ("GPU-0",), 3))
     rank.post(b'{"kind": "answer"}')
     sender.open(StreamOffer("cuda_ipc", sender.address, sender.session, seats_for(1)), plan, 5.0)

@@ -13,12 +13,13 @@ import torch
 from transports.broadcast import BroadcastHub, BroadcastSender
 from transports.broadcast.groups import GlooGroup
 from transports.broadcast.line import Line, accepted, join_address, listen, seats_digest, split_address
-from transports.broadcast.messages import Done, Goodbye, Hello, Message, Ready, encode
+from transports.broadcast.messages import Done, Hello, Message, Ready, encode
 from transports.broadcast.pending import Pending
 from transports.broadcast.sender import refuse_shared_devices
 from transports.buckets import Chunk
 from transports.contract import digests, noise
-from transports.local.channel import SENDER_LIMIT, wait
+from transports.control.channel import SENDER_LIMIT, wait
+from transports.control.messages import Goodbye
 from transports.stream_contract import StreamContract
 from transports.stream_testing import Receiving, Transfer, manifest_of, offer_of, seats_for
 from transports.testing import refused
@@ -43,7 +44,7 @@ def call(sender: BroadcastSender) -> Line:
 
 def hear(line: Line) -> list[Message]:
     assert wait([line], 60)
-    return line.said()
+    return line.messages()
 
 
 def test_strangers_do_not_disturb_a_meeting() -> None:
@@ -63,7 +64,7 @@ def test_strangers_do_not_disturb_a_meeting() -> None:
     ]
     strangers = [call(sender) for _ in sayings]
     for line, saying in zip(strangers, sayings, strict=True):
-        line.say(saying)
+        line.post(saying)
     silent, huge = call(sender), socket.create_connection(split_address(sender.address))
     huge.sendall(b"\xff\xff\xff\xff")
     tensors = {"t": noise("BF16", (8, 8), 1)}
@@ -86,8 +87,8 @@ def test_a_receiver_that_talks_nonsense_after_hello_is_named() -> None:
         seats = seats_for(1)
         offer = offer_of(sender, seats)
         line = call(sender)
-        line.say(Hello(sender.session, 0, seats_digest(offer)))
-        line.say(saying)
+        line.post(Hello(sender.session, 0, seats_digest(offer)))
+        line.post(saying)
         update = Transfer(sender, [], {"t": noise("BF16", (8, 8), 1)}, seats=seats).run()
         assert isinstance(update.sender_error, Aborted)
         assert [(each.code, each.replica) for each in update.sender_error.failures] == [("stream_mismatch", "r0")]
@@ -103,7 +104,7 @@ def test_a_sender_that_talks_nonsense() -> None:
         thread = receiver.start(offer, 0)
         assert wait([listener], 60)
         (line,) = accepted(listener, SENDER_LIMIT)
-        line.say(saying)
+        line.post(saying)
         thread.join(60)
         assert isinstance(receiver.error, Aborted)
         assert receiver.error.code == "stream_mismatch"

@@ -21,10 +21,12 @@ import torch
 
 from transports.buckets import StreamPlan
 from transports.contract import digests, noise
+from transports.control.channel import RECEIVER_LIMIT, SENDER_LIMIT, Gone, wait
+from transports.control.messages import Goodbye
 from transports.local import memfd
 from transports.local.addresses import Listener, connect
-from transports.local.channel import RECEIVER_LIMIT, SENDER_LIMIT, Channel, Gone, wait
-from transports.local.messages import Ack, Announce, Buffers, FileBuffer, Goodbye, Hello, Message, encode
+from transports.local.line import Line
+from transports.local.messages import Ack, Announce, Buffers, FileBuffer, Hello, Message, encode
 from transports.local.testing import ScriptedSender
 from transports.shared_memory import SharedMemoryHub, SharedMemorySender
 from transports.stream_testing import Receiving, Transfer, manifest_of, offer_of, seats_for, send_all, specs_of
@@ -251,7 +253,7 @@ class Stranger:
     """A connection that says what it likes."""
 
     def __init__(self, address: str) -> None:
-        self.channel = Channel(connect(address, 5.0, never), SENDER_LIMIT, descriptors=True)
+        self.channel = Line(connect(address, 5.0, never), SENDER_LIMIT, descriptors=True)
 
     def says(self, message: Message | bytes) -> Stranger:
         self.channel.post(message)
@@ -309,7 +311,7 @@ def memory_files(process: int | str) -> set[int]:
 
 def test_a_forked_worker_holds_nothing_of_a_stream() -> None:
     """Whoever waits for the trainer's end does not wait for its data loaders too."""
-    here, there = (Channel(each, 1 << 10) for each in socket.socketpair(socket.AF_UNIX))
+    here, there = (Line(each, 1 << 10) for each in socket.socketpair(socket.AF_UNIX))
     held = memory_files("self")
     listener, file = Listener("@liveweights-forked"), memfd.SealedFile(1 << 16)
     (resume, go), (started, forked) = os.pipe(), os.pipe()
@@ -379,7 +381,7 @@ def test_an_acknowledgement_of_what_was_not_sent_ends_the_update() -> None:
 
 def test_a_frame_longer_than_is_taken() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    channel = Channel(ours, 1000)
+    channel = Line(ours, 1000)
     theirs.send((1001).to_bytes(4, "big") + b"{}")
     with pytest.raises(wire.WireError):
         channel.messages()
@@ -389,7 +391,7 @@ def test_a_frame_longer_than_is_taken() -> None:
 
 def test_frames_in_pieces_and_several_at_once() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    channel = Channel(ours, 1 << 20)
+    channel = Line(ours, 1 << 20)
     frames = b"".join(struct.pack(">I", len(body)) + body for body in (encode(Ack(at)) for at in range(3)))
     heard: list[Message] = []
     for cut in (frames[:2], frames[2:9], frames[9 : len(frames) - 1], frames[-1:]):
@@ -405,7 +407,7 @@ def test_frames_in_pieces_and_several_at_once() -> None:
 
 def test_a_message_longer_than_the_socket_holds_goes_out_in_pieces() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    here, there = Channel(ours, RECEIVER_LIMIT), Channel(theirs, SENDER_LIMIT)
+    here, there = Line(ours, RECEIVER_LIMIT), Line(theirs, SENDER_LIMIT)
     long = Hello("s", 0, 1, devices=("x" * 3_000_000,))
     here.post(long)
     assert here.unsent

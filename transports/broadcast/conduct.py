@@ -10,11 +10,13 @@ from socket import socket
 import torch
 
 from transports.broadcast.forming import Forming, Relay
-from transports.broadcast.messages import Goodbye, Key, encode
-from transports.broadcast.peers import Peer, named, reasons
+from transports.broadcast.messages import Key, encode
+from transports.broadcast.peers import Peer
 from transports.broadcast.pending import Broken, Group, Pending
 from transports.buckets import StreamPlan
-from transports.local.channel import Alarm, Gone, wait
+from transports.control.blame import Blame, named
+from transports.control.channel import Alarm, Gone, wait
+from transports.control.messages import Goodbye
 from updater import wire
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
@@ -91,19 +93,21 @@ class Round:
     def tell(self, message: bytes, but: Peer | None = None) -> None:
         for peer in self.peers.values():
             if peer is not but:
-                peer.channel.say(message)
+                peer.channel.post(message)
 
     def wait(self, what: Iterable[Peer | socket], deadline: float, at_most: float | None = None) -> list[Peer | socket]:
         """Those with something to say; nobody after `at_most` seconds, or when something happened in another thread.
 
-        Raises Aborted `client_abort` when told to end, TimeoutError when time is over.
+        Raises TimeoutError when time is over, Aborted when told to end: `client_abort`, or why a receiver has left,
+        which is what made somebody tell it.
         """
         left = deadline - time.monotonic()
         ready = wait([*what, self._alarm], left if at_most is None else min(left, at_most))
         if self._alarm in ready:
             self._alarm.hush()
         if reason := self._aborted():
-            raise Aborted(Failure("client_abort", reason))
+            blame = self._last_words(what)
+            raise blame.error() if blame.known else Aborted(Failure("client_abort", reason))
         if not ready and time.monotonic() >= deadline:
             raise TimeoutError
         return [each for each in ready if not isinstance(each, Alarm)]
@@ -115,10 +119,13 @@ class Round:
 
     def hear(self, ready: Iterable[Peer | socket]) -> None:
         """Raises Aborted when one of them gave up, is gone, or talks nonsense."""
+        blame = Blame(self.offer)
         for peer in ready:
             if isinstance(peer, Peer):
-                self._hear(peer)
+                self._hear(peer, blame)
                 self._pass_on(peer)
+        if blame:
+            raise blame.error()
 
     def drop(self) -> bool:
         """Whether something was under way, whose memory must not be used again."""
@@ -126,18 +133,24 @@ class Round:
             self._forming.give_up()
         return self._flying is not None
 
-    def _hear(self, peer: Peer) -> None:
+    def _last_words(self, what: Iterable[Peer | socket]) -> Blame:
+        blame = Blame(self.offer)
+        for peer in what:
+            if isinstance(peer, Peer) and peer.hello is not None:
+                blame.hear(peer.number, peer.channel.messages)
+        return blame
+
+    def _hear(self, peer: Peer, blame: Blame) -> None:
         try:
-            messages = peer.channel.said()
+            for message in peer.channel.messages():
+                if isinstance(message, Goodbye):
+                    blame.left(peer.number, message.failures)
+                elif not peer.note(message):
+                    blame.seen(peer.number, "stream_mismatch", f"said {message.kind} out of turn")
         except Gone:
-            raise named(self.offer, "peer_lost", [peer.number], "closed its connection") from None
+            blame.seen(peer.number, "peer_lost", "closed its connection")
         except wire.WireError as error:
-            raise named(self.offer, "stream_mismatch", [peer.number], f"said what is no message: {error}") from None
-        for message in messages:
-            if isinstance(message, Goodbye):
-                raise Aborted(*reasons(self.offer, peer.number, message))
-            if not peer.note(message):
-                raise named(self.offer, "stream_mismatch", [peer.number], f"said {message.kind} out of turn")
+            blame.seen(peer.number, "stream_mismatch", f"said what is no message: {error}")
 
     def _pass_on(self, peer: Peer) -> None:
         while peer.keys:

@@ -9,9 +9,10 @@ from typing import TypeVar
 
 from transports.base import Cancelled
 from transports.broadcast.line import SLICE_S, Line
-from transports.broadcast.messages import Answer, Done, End, Formed, Go, Goodbye, Hello, Key, Message, Opening, Ready
+from transports.broadcast.messages import Answer, Done, End, Formed, Go, Hello, Key, Message, Opening, Ready
 from transports.broadcast.pending import Broken
-from transports.local.channel import Alarm, Gone, wait
+from transports.control.channel import Alarm, Gone, wait
+from transports.control.messages import Goodbye
 from updater import wire
 from updater.core.errors import Aborted, Failure
 
@@ -71,7 +72,7 @@ class Hearing:
 
     def _hear(self) -> None:
         try:
-            messages = self.line.said()
+            messages = self.line.messages()
         except Gone:
             raise Aborted(Failure("peer_lost", "the sender closed its connection")) from None
         except wire.WireError as error:

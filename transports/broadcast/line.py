@@ -7,8 +7,8 @@ import socket
 import time
 from collections.abc import Callable
 
-from transports.broadcast.messages import Message, decode, encode
-from transports.local.channel import Channel, Gone
+from transports.broadcast.messages import Message, decode
+from transports.control.channel import Channel
 from updater import wire
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
@@ -19,30 +19,11 @@ SLICE_S = 0.1
 _BACKLOG = 512
 
 
-class Line(Channel):
+class Line(Channel[Message]):
     """A `Channel` of these messages."""
 
-    def say(self, message: Message | bytes) -> None:
-        """Never blocks. Bytes: a message encoded once for many."""
-        self.post(message if isinstance(message, bytes) else encode(message))
-
-    def said(self) -> list[Message]:
-        """What has come since the last call. When that is nothing, raises `wire.WireError` for what is no message, and
-        Gone when nothing can come any more.
-        """
-        found: list[Message] = []
-        try:
-            while self.spoilt is None and not self.ended and self._read():
-                pass
-            while self.spoilt is None and (frame := self._frame()) is not None:
-                found.append(decode(frame))
-        except wire.WireError as error:
-            self.spoilt = error
-        if not found and self.spoilt is not None:
-            raise self.spoilt
-        if not found and self.ended:
-            raise Gone
-        return found
+    def _decode(self, frame: bytes) -> Message:
+        return decode(frame)
 
     @property
     def local_host(self) -> str:

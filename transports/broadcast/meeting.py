@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Iterable
 
 from transports.broadcast.line import accepted, seats_digest
-from transports.broadcast.messages import PROTOCOL, Goodbye, Hello, Message
-from transports.broadcast.peers import Peer, named, reasons
-from transports.local.channel import RECEIVER_LIMIT, Gone
+from transports.broadcast.messages import PROTOCOL, Hello, Message
+from transports.broadcast.peers import Peer
+from transports.control.blame import Blame, named
+from transports.control.channel import RECEIVER_LIMIT, Gone
+from transports.control.messages import Goodbye
 from updater import wire
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
@@ -43,9 +45,12 @@ class Meeting:
                 raise named(self._offer, "peer_timeout", missing, "did not come") from None
             if self._listener in ready:
                 self._admit()
+            blame = Blame(self._offer)
             for peer in ready:
                 if isinstance(peer, Peer):
-                    self._greet(peer)
+                    self._greet(peer, blame)
+            if blame:
+                raise blame.error()
         for peer in [peer for peer in self.peers if peer.hello is None]:
             self._dismiss(peer, "not a receiver of this update")
         return {peer.number: peer for peer in self.peers}
@@ -53,26 +58,28 @@ class Meeting:
     def agree(self, opening: bytes, deadline: float) -> None:
         """The plan to everybody, until everybody has said yes. Raises Aborted as `gather`, with every refusal."""
         for peer in self.peers:
-            peer.channel.say(opening)
-        refusals: list[Failure] = []
-        open_ones = list(self.peers)
+            peer.channel.post(opening)
+        blame = Blame(self._offer)
+        gone: set[int] = set()
         until = deadline
-        while waiting := [peer for peer in open_ones if not peer.answered]:
+        while waiting := [peer for peer in self.peers if not peer.answered and peer.number not in gone]:
             try:
                 ready = self._wait(waiting, until)
+            except Aborted:
+                if blame.known:
+                    break
+                raise
             except TimeoutError:
-                if refusals:
+                if blame:
                     break
                 late = [peer.number for peer in waiting]
                 raise named(self._offer, "peer_timeout", late, "did not answer the plan") from None
             for said in ready:
-                found = self._answer(said) if isinstance(said, Peer) else []
-                if found:
-                    refusals += found
-                    open_ones = [each for each in open_ones if each is not said]
+                if isinstance(said, Peer) and not self._answers(said, blame):
+                    gone.add(said.number)
                     until = min(until, time.monotonic() + MORE_REFUSALS_S)
-        if refusals:
-            raise Aborted(*refusals[:100])
+        if blame:
+            raise blame.error()
 
     def _admit(self) -> None:
         for line in accepted(self._listener, RECEIVER_LIMIT):
@@ -81,26 +88,30 @@ class Meeting:
             if sum(each.hello is None for each in self.peers) > STRANGERS:
                 self._dismiss(peer, "too many connections")
 
-    def _greet(self, peer: Peer) -> None:
+    def _greet(self, peer: Peer, blame: Blame) -> None:
         """Before its hello a connection may end without harm: it may be a stranger's, or of an update before."""
         try:
-            messages = peer.channel.said()
+            messages = peer.channel.messages()
         except Gone:
             if peer.hello is not None:
-                raise named(self._offer, "peer_lost", [peer.number], "closed its connection") from None
-            self._forget(peer)
+                blame.seen(peer.number, "peer_lost", "closed its connection")
+            else:
+                self._forget(peer)
             return
         except wire.WireError as error:
             why = f"said what is no message: {error}"
             if peer.hello is not None:
-                raise named(self._offer, "stream_mismatch", [peer.number], why) from None
-            self._dismiss(peer, why)
+                blame.seen(peer.number, "stream_mismatch", why)
+            else:
+                self._dismiss(peer, why)
             return
         for message in messages:
+            if isinstance(message, Goodbye) and peer.hello is not None:
+                blame.left(peer.number, message.failures)
+                return
             if peer.hello is not None:
-                if isinstance(message, Goodbye):
-                    raise Aborted(*reasons(self._offer, peer.number, message))
-                raise named(self._offer, "stream_mismatch", [peer.number], f"said {message.kind} out of turn")
+                blame.seen(peer.number, "stream_mismatch", f"said {message.kind} out of turn")
+                return
             why = self._misplaced(message)
             if why or not isinstance(message, Hello):
                 self._dismiss(peer, why)
@@ -120,22 +131,23 @@ class Meeting:
             return f"receiver {message.number} is there already"
         return ""
 
-    def _answer(self, peer: Peer) -> list[Failure]:
-        """Refusals. Who said yes goes on at once, so there may be more in what it said."""
+    def _answers(self, peer: Peer, blame: Blame) -> bool:
+        """False: nothing more is waited for from it. Who said yes goes on at once, so it may have said more."""
         try:
-            for message in peer.channel.said():
+            for message in peer.channel.messages():
                 if isinstance(message, Goodbye):
-                    return reasons(self._offer, peer.number, message)
+                    blame.left(peer.number, message.failures)
+                    return False
                 if not peer.note(message):
-                    return self._against(peer, "stream_mismatch", f"said {message.kind} out of turn")
+                    blame.seen(peer.number, "stream_mismatch", f"said {message.kind} out of turn")
+                    return False
         except Gone:
-            return self._against(peer, "peer_lost", "closed its connection")
+            blame.seen(peer.number, "peer_lost", "closed its connection")
+            return False
         except wire.WireError as error:
-            return self._against(peer, "stream_mismatch", f"said what is no message: {error}")
-        return []
-
-    def _against(self, peer: Peer, code: str, why: str) -> list[Failure]:
-        return list(named(self._offer, code, [peer.number], why).failures)
+            blame.seen(peer.number, "stream_mismatch", f"said what is no message: {error}")
+            return False
+        return True
 
     def _dismiss(self, peer: Peer, why: str) -> None:
         self.peers.remove(peer)

@@ -15,17 +15,12 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import ConfigDict, Discriminator, Field
 
 from transports.buckets import StreamPlan
+from transports.control.messages import STRICT, Count, Digest, Goodbye, Seconds
 from updater import wire
-from updater.core.errors import Failure
 
 #: Grows with every change that an older side would misunderstand.
 PROTOCOL = 1
-#: Patience that a sender may ask of its receivers, in seconds.
-LONGEST_PATIENCE_S = 3600.0
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
-Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0, le=LONGEST_PATIENCE_S, allow_inf_nan=False)]
 Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=1 << 17)]
 
 
@@ -42,7 +37,7 @@ class Hello:
     device: str = ""
     protocol: int = PROTOCOL
     kind: Literal["hello"] = "hello"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +53,7 @@ class Opening:
     begin_within_s: Seconds
     patience_s: Seconds
     kind: Literal["opening"] = "opening"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +61,7 @@ class Answer:
     """A receiver has nothing against the plan. One that has says Goodbye with its reasons."""
 
     kind: Literal["answer"] = "answer"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,7 @@ class Key:
     name: Annotated[str, Field(max_length=1024)]
     value: Hex
     kind: Literal["key"] = "key"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +79,7 @@ class Formed:
     """The receiver is in the group."""
 
     kind: Literal["formed"] = "formed"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +88,7 @@ class Ready:
 
     bucket: Count
     kind: Literal["ready"] = "ready"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +97,9 @@ class Go:
 
     bucket: Count
     nbytes: Count
-    digest: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
+    digest: Digest = ""
     kind: Literal["go"] = "go"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +108,7 @@ class End:
 
     buckets: Count
     kind: Literal["end"] = "end"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +116,7 @@ class Done:
     """Every byte lies where the receiver wants it."""
 
     kind: Literal["done"] = "done"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-
-@dataclass(frozen=True, slots=True)
-class Goodbye:
-    """Not a normal end: nothing follows."""
-
-    failures: tuple[Failure, ...]
-    kind: Literal["goodbye"] = "goodbye"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 Message = Hello | Opening | Answer | Key | Formed | Ready | Go | End | Done | Goodbye

@@ -1,18 +1,14 @@
-"""The receivers of a sender: what each has said so far, and whom a failure names."""
+"""The receivers of a sender: what each has said so far."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from transports.broadcast.line import Line
-from transports.broadcast.messages import Answer, Done, Formed, Goodbye, Hello, Key, Message, Ready
-from updater.core.errors import Aborted, Failure
-from updater.core.participant import StreamOffer
-
-#: Of what a receiver that gave up says, these are the update's reason as they are; any other becomes `peer_lost`.
-_TELLING = ("stream_mismatch", "tensor_digest", "transport_unsupported")
+from transports.broadcast.messages import Answer, Done, Formed, Hello, Key, Message, Ready
+from transports.control.messages import Goodbye
+from updater.core.errors import Failure
 
 
 @dataclass(slots=True, eq=False)
@@ -57,27 +53,5 @@ class Peer:
     def hang_up(self, *failures: Failure) -> None:
         """Tell why and close. Never waits."""
         if not self.channel.closed:
-            self.channel.say(Goodbye(failures))
+            self.channel.post(Goodbye(failures))
             self.channel.close()
-
-
-def place(offer: StreamOffer, number: int, failure: Failure) -> Failure:
-    replica, rank = offer.name_of(number)
-    return failure.at(replica=replica, rank=rank)
-
-
-def named(offer: StreamOffer, code: str, numbers: Iterable[int], why: str) -> Aborted:
-    """One failure per receiver."""
-    return Aborted(*(place(offer, number, Failure(code, why)) for number in sorted(numbers)))
-
-
-def reasons(offer: StreamOffer, number: int, goodbye: Goodbye) -> list[Failure]:
-    """Why a receiver gave up."""
-    return [
-        place(
-            offer,
-            number,
-            each if each.code in _TELLING else Failure("peer_lost", f"gave up: {each.code}: {each.message}"[:1000]),
-        )
-        for each in goodbye.failures or (Failure("peer_lost", "gave no reason"),)
-    ]

@@ -13,11 +13,12 @@ from transports.broadcast.forming import Forming
 from transports.broadcast.groups import BACKENDS, device_name, settle_device
 from transports.broadcast.hearing import Hearing, mismatch
 from transports.broadcast.line import Line, call, seats_digest
-from transports.broadcast.messages import Answer, Done, End, Formed, Go, Goodbye, Hello, Key, Opening, Ready
+from transports.broadcast.messages import Answer, Done, End, Formed, Go, Hello, Key, Opening, Ready
 from transports.broadcast.pending import Broken, Group, Pending, let_go
 from transports.buckets import Bucket, Chunk, StreamPlan
+from transports.control.channel import SENDER_LIMIT, Alarm, Gone
+from transports.control.messages import Goodbye
 from transports.digest import tensor_digest, to_hex
-from transports.local.channel import SENDER_LIMIT, Alarm, Gone
 from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.core.participant import StreamOffer
@@ -100,16 +101,16 @@ class BroadcastReceiver:
             hearing = self._meet(should_stop)
             opening = hearing.next(Opening)
             _judge(opening, expected)
-            hearing.line.say(Answer())
+            hearing.line.post(Answer())
             hearing.patience_s = self._hub.patience_s or opening.begin_within_s
             group = self._join(hearing, opening)
             self._hub.make_room(group, opening.plan.room)
-            hearing.line.say(Formed())
+            hearing.line.post(Formed())
             received = self._buckets(hearing, group, opening, take, progress)
             end = hearing.next(End)
             if end.buckets != len(opening.plan.buckets):
                 raise mismatch(f"{end.buckets} buckets were sent, {len(opening.plan.buckets)} were announced")
-            hearing.line.say(Done())
+            hearing.line.post(Done())
             return received
 
     def close(self, *, normal: bool) -> None:
@@ -124,7 +125,7 @@ class BroadcastReceiver:
         patience_s = self._hub.patience_s or MEET_S
         line = self._hub.meet(self._offer, time.monotonic() + patience_s, check)
         held = self._hub.group_name
-        line.say(Hello(self._offer.session, self._number, seats_digest(self._offer), held, device_name()))
+        line.post(Hello(self._offer.session, self._number, seats_digest(self._offer), held, device_name()))
         return Hearing(line, self._hub.alarm, patience_s, should_stop)
 
     def _join(self, hearing: Hearing, opening: Opening) -> Group:
@@ -148,7 +149,7 @@ class BroadcastReceiver:
         """While a bucket travels, the one before is put where it belongs."""
         buckets, before = opening.plan.buckets, None
         if buckets:
-            hearing.line.say(Ready(0))
+            hearing.line.post(Ready(0))
         for bucket in buckets:
             go = hearing.next(Go)
             if (go.bucket, go.nbytes) != (bucket.index, bucket.nbytes):
@@ -160,7 +161,7 @@ class BroadcastReceiver:
             if before is not None:
                 self._scatter(hearing, before, take, progress)
             if bucket.index + 1 < len(buckets):
-                hearing.line.say(Ready(bucket.index + 1))
+                hearing.line.post(Ready(bucket.index + 1))
             _settle(hearing, pending, bucket)
             if go.digest and go.digest != to_hex(tensor_digest(data)):
                 why = f"bucket {bucket.index} is not what was sent: it changed on the way to this rank"
@@ -191,7 +192,7 @@ class BroadcastReceiver:
             yield
         except BaseException as error:
             if self._hub.line is not None:
-                self._hub.line.say(Goodbye(_told(error)))
+                self._hub.line.post(Goodbye(_told(error)))
             self._hub.drop()
             raise
 
@@ -211,7 +212,7 @@ def _formed(hearing: Hearing, forming: Forming) -> Group:
     deadline = hearing.deadline()
     while True:
         for key, value in forming.outgoing():
-            hearing.line.say(Key(key, value.hex()))
+            hearing.line.post(Key(key, value.hex()))
         while hearing.heard:
             message = hearing.next(Key)
             forming.relay.learn(message.name, bytes.fromhex(message.value))
@@ -237,7 +238,7 @@ def _settle(hearing: Hearing, pending: Pending, bucket: Bucket) -> None:
 
 def _stands(line: Line) -> bool:
     try:
-        return not line.said()
+        return not line.messages()
     except (Gone, wire.WireError):
         return False
 

@@ -15,12 +15,14 @@ from transports.broadcast.forming import Relay
 from transports.broadcast.groups import BACKENDS, check_backend, device_name, settle_device
 from transports.broadcast.line import accepted, join_address, listen, seats_digest
 from transports.broadcast.meeting import Meeting
-from transports.broadcast.messages import LONGEST_PATIENCE_S, End, Go, Opening, encode
-from transports.broadcast.peers import Peer, place
+from transports.broadcast.messages import End, Go, Opening, encode
+from transports.broadcast.peers import Peer
 from transports.broadcast.pending import Group, let_go
 from transports.buckets import BUCKET_BYTES, Bucket, StreamPlan
+from transports.control.blame import place
+from transports.control.channel import RECEIVER_LIMIT, Alarm
+from transports.control.messages import LONGEST_PATIENCE_S
 from transports.digest import tensor_digest, to_hex
-from transports.local.channel import RECEIVER_LIMIT, Alarm
 from updater import wire
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer

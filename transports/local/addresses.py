@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from transports.base import Cancelled
-from transports.local.forks import not_in_children
+from transports.control.forks import not_in_children
 from updater.core.errors import Aborted, Failure
 
 _LONGEST = 107

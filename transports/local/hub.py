@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from transports.control.channel import SENDER_LIMIT, Alarm, wait
 from transports.local.addresses import connect
-from transports.local.channel import SENDER_LIMIT, Alarm, Channel, wait
+from transports.local.line import Line
 from transports.local.memory import ReceiverMemory
 from transports.local.messages import PATIENCE_S
 from transports.local.receiver import Link, LocalReceiver
@@ -44,7 +45,7 @@ class LocalHub:
             return found
         patience_s = PATIENCE_S if self.patience_s is None else self.patience_s
         sock = connect(offer.address, patience_s, should_stop)
-        return Link(Channel(sock, SENDER_LIMIT, descriptors=True), self.memory, offer.address, offer.session)
+        return Link(Line(sock, SENDER_LIMIT, descriptors=True), self.memory, offer.address, offer.session)
 
     def keep(self, link: Link) -> None:
         with self._lock:

@@ -6,11 +6,14 @@ import os
 import time
 from collections.abc import Callable, Iterable
 
+from transports.control.blame import Blame, place
+from transports.control.channel import RECEIVER_LIMIT, Gone
+from transports.control.messages import Goodbye
 from transports.local.addresses import Listener, peer_of
-from transports.local.channel import RECEIVER_LIMIT, Channel, Gone
+from transports.local.line import Line
 from transports.local.memory import SenderMemory
-from transports.local.messages import PROTOCOL, Answer, Goodbye, Hello, Message
-from transports.local.peers import Peer, garbled, gave_up, named, out_of_turn, place
+from transports.local.messages import PROTOCOL, Answer, Hello, Message
+from transports.local.peers import Peer
 from updater import wire
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
@@ -36,7 +39,7 @@ class Meeting:
         self._opening = opening
         self.peers = list(peers)
         self._answered: set[int] = set()
-        self._refusals: list[Failure] = []
+        self._blame = Blame(offer)
 
     def run(self, wait: Wait, deadline: float) -> dict[int, Peer]:
         """Raises Aborted `peer_lost`, `peer_timeout`, `stream_mismatch`, `transport_unsupported`."""
@@ -47,8 +50,12 @@ class Meeting:
         while missing := self._missing():
             try:
                 ready = wait([self._listener, *self.peers], until)
+            except Aborted:
+                if self._blame.known:
+                    break
+                raise
             except TimeoutError:
-                if self._refusals:
+                if self._blame:
                     break
                 raise self._late(missing) from None
             if self._listener in ready:
@@ -56,10 +63,10 @@ class Meeting:
             for each in ready:
                 if isinstance(each, Peer):
                     self._hear(each)
-            if self._refusals:
+            if self._blame:
                 until = min(deadline, until, time.monotonic() + MORE_REFUSALS_S)
-        if self._refusals:
-            raise Aborted(*self._refusals[:100])
+        if self._blame:
+            raise self._blame.error()
         for peer in [peer for peer in self.peers if peer.number is None]:
             self._dismiss(peer)
         return {peer.number: peer for peer in self.peers if peer.number is not None}
@@ -82,7 +89,7 @@ class Meeting:
 
     def _admit(self) -> None:
         for sock in self._listener.accept():
-            peer = Peer(Channel(sock, RECEIVER_LIMIT), peer_of(sock)[0])
+            peer = Peer(Line(sock, RECEIVER_LIMIT), peer_of(sock)[0])
             if sum(each.number is None for each in self.peers) < STRANGERS:
                 self.peers.append(peer)
             else:
@@ -114,10 +121,10 @@ class Meeting:
         except Gone:
             self._forget(peer)
             if peer.number is not None and not peer.refused:
-                raise named(self._offer, "peer_lost", [peer.number], "closed its connection") from None
+                self._against(peer.number).seen(peer.number, "peer_lost", "closed its connection")
         except wire.WireError as error:
             if peer.number is not None:
-                raise garbled(self._offer, peer.number, error) from None
+                self._against(peer.number).seen(peer.number, "stream_mismatch", f"said what is no message: {error}")
             self._dismiss(peer, Failure("stream_mismatch", str(error)))
 
     def _take(self, peer: Peer, message: Message) -> None:
@@ -129,13 +136,14 @@ class Meeting:
         elif isinstance(message, Answer) and peer.number not in self._answered:
             self._answered.add(peer.number)
             peer.refused = bool(message.failures)
-            self._refusals += [place(self._offer, peer.number, failure) for failure in message.failures]
+            self._blame.refused(peer.number, message.failures)
         elif isinstance(message, Goodbye):
             self._forget(peer, message)
             if not peer.refused:
-                raise gave_up(self._offer, peer.number, message)
+                self._against(peer.number).left(peer.number, message.failures)
         else:
-            raise out_of_turn(self._offer, peer.number, message)
+            self._against(peer.number).seen(peer.number, "stream_mismatch", f"said {message.kind} out of turn")
+            self._dismiss(peer)
 
     def _greet(self, peer: Peer, hello: Hello) -> None:
         why = self._misplaced(hello)
@@ -145,8 +153,9 @@ class Meeting:
         peer.number = hello.number
         unable = self._memory.accepts(hello)
         if unable is not None:
-            raise Aborted(place(self._offer, hello.number, unable))
-        peer.channel.post(self._opening)
+            self._against(hello.number).refused(hello.number, [unable])
+        else:
+            peer.channel.post(self._opening)
 
     def _misplaced(self, hello: Hello) -> str:
         if hello.protocol != PROTOCOL:
@@ -158,6 +167,11 @@ class Meeting:
         if any(peer.number == hello.number for peer in self.peers):
             return f"receiver {hello.number} is there already"
         return ""
+
+    def _against(self, number: int) -> Blame:
+        """Nothing more is waited for from this one."""
+        self._answered.add(number)
+        return self._blame
 
     def _dismiss(self, peer: Peer, *failures: Failure) -> None:
         """Not one of ours: told so, and its mappings are its own business."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from transports.local.forks import not_in_children
+from transports.control.forks import not_in_children
 from updater.core.errors import Aborted, Failure
 
 F_SEAL_FUTURE_WRITE = 0x0010  # of <linux/fcntl.h>; Python knows it from 3.13 on

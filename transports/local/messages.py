@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import ConfigDict, Discriminator, Field
 
 from transports.buckets import StreamPlan
+from transports.control.messages import STRICT, Count, Digest, Goodbye, Seconds
 from updater import wire
 from updater.core.errors import Failure
 
@@ -21,16 +22,11 @@ from updater.core.errors import Failure
 PROTOCOL = 1
 #: How long either side waits for the other, bucket by bucket, unless it is told otherwise.
 PATIENCE_S = 30.0
-#: Patience that a sender may ask of its receivers, in seconds.
-LONGEST_PATIENCE_S = 3600.0
 
 #: Codes that a sender passes on as they are; whatever else ended an update is `peer_lost` to those who did no wrong.
 TOLD = ("stream_mismatch", "transport_unsupported")
 
-_STRICT = ConfigDict(extra="forbid", strict=True)
-Count = Annotated[int, Field(ge=0)]
 Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=1024)]
-Seconds = Annotated[float, Field(gt=0, le=LONGEST_PATIENCE_S, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,7 @@ class Hello:
     runtime: str = ""
     protocol: int = PROTOCOL
     kind: Literal["hello"] = "hello"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,7 @@ class StreamOpening:
     digest: str
     patience_s: Seconds
     kind: Literal["opening"] = "opening"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +63,7 @@ class Answer:
 
     failures: tuple[Failure, ...] = ()
     kind: Literal["answer"] = "answer"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +72,7 @@ class FileBuffer:
 
     nbytes: Count
     kind: Literal["file"] = "file"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +95,7 @@ class DeviceBuffer:
     event: Hex
     event_required: bool
     kind: Literal["device"] = "device"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 BufferDescriptor = Annotated[FileBuffer | DeviceBuffer, Discriminator("kind")]
@@ -111,7 +107,7 @@ class Buffers:
 
     buffers: tuple[BufferDescriptor, ...]
     kind: Literal["buffers"] = "buffers"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +118,9 @@ class Announce:
     buffer: Count
     offset: Count
     nbytes: Count
-    digest: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")] = ""
+    digest: Digest = ""
     kind: Literal["announce"] = "announce"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +128,7 @@ class Waiting:
     """The sender is well; what keeps it is another receiver, which it will name when its own patience ends."""
 
     kind: Literal["waiting"] = "waiting"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +137,7 @@ class Ack:
 
     bucket: Count
     kind: Literal["ack"] = "ack"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-
-@dataclass(frozen=True, slots=True)
-class Goodbye:
-    """Nothing follows; from a receiver also: its mappings are gone."""
-
-    failures: tuple[Failure, ...] = ()
-    kind: Literal["goodbye"] = "goodbye"
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 Message = Hello | StreamOpening | Answer | Buffers | Announce | Waiting | Ack | Goodbye

@@ -12,8 +12,10 @@ import torch
 
 from transports.base import Cancelled
 from transports.buckets import Bucket, Chunk, StreamPlan
+from transports.control.channel import Gone, wait
+from transports.control.messages import Goodbye
 from transports.digest import tensor_digest, to_hex
-from transports.local.channel import Channel, Gone, wait
+from transports.local.line import Line
 from transports.local.memory import ReceiverMemory
 from transports.local.messages import (
     PATIENCE_S,
@@ -22,7 +24,6 @@ from transports.local.messages import (
     Announce,
     Answer,
     Buffers,
-    Goodbye,
     Hello,
     Message,
     StreamOpening,
@@ -40,7 +41,7 @@ M = TypeVar("M", bound=Message)
 class Link:
     """A connection to a sender with what its session has mapped here. Used by one thread at a time."""
 
-    def __init__(self, channel: Channel, memory: ReceiverMemory, address: str, session: str) -> None:
+    def __init__(self, channel: Line, memory: ReceiverMemory, address: str, session: str) -> None:
         self.channel = channel
         self.memory = memory
         self.address = address

@@ -11,25 +11,15 @@ from contextlib import contextmanager
 import torch
 
 from transports.buckets import Bucket, StreamPlan
+from transports.control.blame import Blame, named
+from transports.control.channel import Alarm, Gone, wait
+from transports.control.messages import LONGEST_PATIENCE_S, Goodbye
 from transports.digest import tensor_digest, to_hex
 from transports.local.addresses import Listener, fresh_address
-from transports.local.channel import Alarm, Gone, wait
 from transports.local.meeting import Meeting
 from transports.local.memory import SenderBuffer, SenderMemory
-from transports.local.messages import (
-    LONGEST_PATIENCE_S,
-    PATIENCE_S,
-    TOLD,
-    Ack,
-    Announce,
-    Buffers,
-    Goodbye,
-    Message,
-    StreamOpening,
-    Waiting,
-    encode,
-)
-from transports.local.peers import Peer, garbled, gave_up, named, out_of_turn
+from transports.local.messages import PATIENCE_S, TOLD, Ack, Announce, Buffers, StreamOpening, Waiting, encode
+from transports.local.peers import Peer
 from updater import wire
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
@@ -213,7 +203,8 @@ class LocalSender:
                 raise named(run.offer, "peer_timeout", late, f"did not take bucket {buckets - 1} in time") from None
 
     def _wait(self, what: Iterable[Peer | Listener], deadline: float, *, late: bool = True) -> list[Peer | Listener]:
-        """Raises Aborted `client_abort` when `abort` was called, TimeoutError when time is over (with `late`).
+        """Raises TimeoutError when time is over (with `late`), Aborted when `abort` was called: `client_abort`, or why
+        a receiver has left, which is what made somebody call it.
 
         Comes back now and then with nothing, having told everybody that it is this sender who waits.
         """
@@ -221,8 +212,10 @@ class LocalSender:
         left = deadline - time.monotonic()
         ready = wait([*everybody, self._alarm], min(left, SIGN_S, self._patience_s / 3))
         with self._lock:
-            if self._aborted:
-                raise _client_abort(self._aborted)
+            aborted = self._aborted
+        if aborted:
+            blame = self._last_words(everybody)
+            raise blame.error() if blame.known else _client_abort(aborted)
         if not ready and late:
             if time.monotonic() >= deadline:
                 raise TimeoutError
@@ -231,28 +224,37 @@ class LocalSender:
                     each.channel.post(_WAITING)
         return [each for each in ready if not isinstance(each, Alarm)]
 
+    def _last_words(self, everybody: Iterable[Peer | Listener]) -> Blame:
+        blame = Blame(self._running().offer)
+        for peer in everybody:
+            if isinstance(peer, Peer) and peer.number is not None and not peer.channel.closed:
+                blame.hear(peer.number, peer.channel.messages)
+        return blame
+
     def _hear(self, run: _Round, ready: Iterable[Peer | Listener]) -> None:
+        """Raises Aborted when one of them gave up, is gone, or talks nonsense."""
+        blame = Blame(run.offer)
         for peer in ready:
             if isinstance(peer, Peer) and peer.number is not None:
-                self._hear_one(run, peer, peer.number)
+                self._hear_one(run, peer, peer.number, blame)
+        if blame:
+            raise blame.error()
 
-    def _hear_one(self, run: _Round, peer: Peer, number: int) -> None:
+    def _hear_one(self, run: _Round, peer: Peer, number: int, blame: Blame) -> None:
         try:
             for message in peer.channel.messages():
-                self._take(run, peer, number, message)
+                if isinstance(message, Goodbye):
+                    peer.given.clear()
+                    blame.left(number, message.failures)
+                elif isinstance(message, Ack) and message.bucket == peer.acknowledged < run.sent:
+                    peer.acknowledged += 1
+                else:
+                    blame.seen(number, "stream_mismatch", f"said {message.kind} out of turn")
         except Gone:
             peer.lost()
-            raise named(run.offer, "peer_lost", [number], "closed its connection") from None
+            blame.seen(number, "peer_lost", "closed its connection")
         except wire.WireError as error:
-            raise garbled(run.offer, number, error) from None
-
-    def _take(self, run: _Round, peer: Peer, number: int, message: Message) -> None:
-        if isinstance(message, Goodbye):
-            peer.given.clear()
-            raise gave_up(run.offer, number, message)
-        if not isinstance(message, Ack) or message.bucket != peer.acknowledged or message.bucket >= run.sent:
-            raise out_of_turn(run.offer, number, message)
-        peer.acknowledged += 1
+            blame.seen(number, "stream_mismatch", f"said what is no message: {error}")
 
     @contextmanager
     def _ending_badly(self) -> Iterator[None]:

@@ -15,9 +15,10 @@ from typing import TypeVar
 import torch
 
 from transports.buckets import StreamPlan
+from transports.control.channel import RECEIVER_LIMIT, wait
 from transports.local.addresses import Listener, fresh_address
-from transports.local.channel import RECEIVER_LIMIT, Channel, wait
 from transports.local.device import HANDLE_BYTES, PLAIN, Exported
+from transports.local.line import Line
 from transports.local.memfd import mapped
 from transports.local.messages import Answer, Hello, Message, StreamOpening
 
@@ -136,7 +137,7 @@ class ScriptedSender:
     def __init__(self, session: str = "scripted") -> None:
         self.session = session
         self._listener = Listener(fresh_address())
-        self.channel: Channel | None = None
+        self.channel: Line | None = None
         self._heard: deque[Message] = deque()
 
     @property
@@ -148,7 +149,7 @@ class ScriptedSender:
         while self.channel is None:
             wait([self._listener], 10.0)
             for sock in self._listener.accept():
-                self.channel = Channel(sock, RECEIVER_LIMIT)
+                self.channel = Line(sock, RECEIVER_LIMIT)
         self.hear(Hello)
         self.say(StreamOpening(plan, plan.digest if digest is None else digest, patience_s))
         return self.hear(Answer)
@@ -172,7 +173,7 @@ class ScriptedSender:
             self.channel.close()
         self._listener.close()
 
-    def _met(self) -> Channel:
+    def _met(self) -> Line:
         if self.channel is None:
             raise RuntimeError("nobody was met")
         return self.channel

@@ -1,4 +1,4 @@
-"""Messages over a connected Unix socket that never blocks, and waiting for several of them at once."""
+"""Messages over a connected socket that never blocks, and waiting for several of them at once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import socket
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from transports.local.forks import not_in_children
-from transports.local.messages import Message, decode, encode
+from transports.control.forks import not_in_children
 from updater import wire
 
 #: Before each frame: its length in bytes, big-endian.
@@ -24,11 +23,14 @@ _READ = 1 << 20
 _DESCRIPTORS = 16
 
 
+M = TypeVar("M")
+
+
 class Gone(Exception):
     """The other side has closed the connection, or died."""
 
 
-class Channel:
+class Channel(Generic[M]):
     """`limit`: bytes of the longest frame that is taken. `descriptors`: whether open files may come with frames."""
 
     def __init__(self, sock: socket.socket, limit: int, *, descriptors: bool = False) -> None:
@@ -52,9 +54,9 @@ class Channel:
     def unsent(self) -> bool:
         return bool(self._out)
 
-    def post(self, message: Message | bytes, descriptors: Sequence[int] = ()) -> None:
+    def post(self, message: M | bytes, descriptors: Sequence[int] = ()) -> None:
         """Send now what the socket takes, the rest in `flush`. Bytes: a message encoded once for many."""
-        body = message if isinstance(message, bytes) else encode(message)
+        body = message if isinstance(message, bytes) else wire.encode(message)
         self._out.append((memoryview(len(body).to_bytes(HEAD_BYTES, "big") + body), descriptors))
         self.flush()
 
@@ -73,16 +75,16 @@ class Channel:
             if sent < len(data):
                 self._out.appendleft((data[sent:], ()))
 
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[M]:
         """What has come since the last call. When that is nothing, raises `wire.WireError` for what is no message, and
         Gone when nothing can come any more.
         """
-        found: list[Message] = []
+        found: list[M] = []
         try:
             while self.spoilt is None and not self.ended and self._read():
                 pass
             while self.spoilt is None and (frame := self._frame()) is not None:
-                found.append(decode(frame))
+                found.append(self._decode(frame))
         except wire.WireError as error:
             self.spoilt = error
         if not found and self.spoilt is not None:
@@ -102,6 +104,10 @@ class Channel:
 
     def drop(self) -> None:
         self._sock.close()
+
+    def _decode(self, frame: bytes) -> M:
+        """Raises `wire.WireError`."""
+        raise NotImplementedError
 
     def _read(self) -> bool:
         try:
@@ -170,7 +176,7 @@ def wait(what: Iterable[W], timeout_s: float) -> list[W]:
     return ready
 
 
-def _channel(each: object) -> Channel | None:
+def _channel(each: object) -> Channel[Any] | None:
     found = each if isinstance(each, Channel) else getattr(each, "channel", None)
     return found if isinstance(found, Channel) else None
 

@@ -1,0 +1,90 @@
+"""Whom a sender names, and in which order."""
+
+from __future__ import annotations
+
+import pytest
+
+from transports.control.blame import Blame, named
+from transports.control.channel import Gone
+from transports.control.messages import Goodbye
+from transports.local.messages import Answer
+from transports.stream_testing import seats_for
+from updater import wire
+from updater.core.errors import Aborted, Failure
+from updater.core.participant import StreamOffer
+
+OFFER = StreamOffer("shared_memory", "@x", "s", seats_for(1, 2))
+STOPPED = Failure("client_abort", "cancelled")
+DIGEST = Failure("tensor_digest", "not what was promised", tensor="w")
+
+
+def places(error: Aborted) -> list[tuple[str, str, int | None]]:
+    return [(failure.code, failure.replica, failure.rank) for failure in error.failures]
+
+
+def test_one_failure_per_receiver_in_their_order() -> None:
+    assert places(named(OFFER, "peer_timeout", {2, 0}, "late")) == [
+        ("peer_timeout", "r0", 0),
+        ("peer_timeout", "r1", 1),
+    ]
+
+
+def test_a_cause_comes_before_a_loss_and_a_loss_before_its_consequences() -> None:
+    blame = Blame(OFFER)
+    assert not blame
+    blame.left(0, [STOPPED])
+    assert blame
+    assert not blame.known
+    blame.seen(1, "peer_lost", "closed its connection")
+    assert blame.known
+    blame.left(2, [DIGEST])
+    error = blame.error()
+    assert places(error) == [("tensor_digest", "r1", 1), ("peer_lost", "r1", 0), ("peer_lost", "r0", 0)]
+    assert error.failures[0].tensor == "w"
+    assert "client_abort: cancelled" in error.failures[2].message
+
+
+def test_a_refusal_keeps_its_code_and_a_loss_does_not() -> None:
+    odd = Failure("config_mismatch", "another model")
+    refused, left = Blame(OFFER), Blame(OFFER)
+    refused.refused(0, [odd])
+    left.left(0, [odd])
+    assert (refused.error().code, left.error().code) == ("config_mismatch", "peer_lost")
+    assert "config_mismatch" in left.error().failures[0].message
+
+
+def test_equals_stay_in_the_order_in_which_they_were_heard() -> None:
+    blame = Blame(OFFER)
+    for number in (2, 0, 1):
+        blame.left(number, [])
+    assert [failure.rank for failure in blame.error().failures] == [1, 0, 0]
+
+
+def test_many_reasons_make_an_error_of_bounded_size() -> None:
+    blame = Blame(OFFER)
+    blame.left(0, [STOPPED] * 300)
+    blame.left(1, [DIGEST])
+    error = blame.error()
+    assert len(error.failures) == 100
+    assert error.code == "tensor_digest"
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ([Goodbye((DIGEST,))], "tensor_digest"),
+        ([Answer((DIGEST,)), Goodbye((STOPPED,))], "tensor_digest"),
+        ([Answer()], None),
+        (Gone(), "peer_lost"),
+        (wire.WireError("frame", "length", "too long"), "stream_mismatch"),
+    ],
+)
+def test_last_words(said: list[object] | Exception, code: str | None) -> None:
+    def messages() -> list[object]:
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    blame = Blame(OFFER)
+    blame.hear(0, messages)
+    assert (blame.error().code if blame else None) == code

@@ -1,0 +1,27 @@
+"""What the messages of every protocol are made of, and the one that all have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from updater.core.errors import Failure
+
+#: Patience that a sender may ask of its receivers, in seconds.
+LONGEST_PATIENCE_S = 3600.0
+
+STRICT = ConfigDict(extra="forbid", strict=True)
+Count = Annotated[int, Field(ge=0)]
+Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")]
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_PATIENCE_S, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """Nothing follows, and why; whoever says it hangs up then. From a receiver also: its mappings are gone."""
+
+    failures: tuple[Failure, ...] = ()
+    kind: Literal["goodbye"] = "goodbye"
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
