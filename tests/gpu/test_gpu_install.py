@@ -212,28 +212,38 @@ def test_an_exchange_that_was_interrupted_is_taken_back(at: int) -> None:
     assert equal(model.bytes(), new)
 
 
-def test_a_captured_graph_computes_with_the_weights_that_were_exchanged_in() -> None:
-    """Why `exchange` exists: a graph keeps the addresses that it was captured with."""
-    weight = torch.full((1 << 16,), 2.0, device=DEVICE)
-    bound = {"w": weight}
+def test_B081_a_captured_graph_computes_with_the_weights_that_were_exchanged_in() -> None:
+    """Why `exchange` exists: a graph keeps the addresses that it was captured with, derived matrices' too."""
+    weight = torch.full((1 << 8, 1 << 8), 2.0, device=DEVICE)
+    bound = {"w": weight, "derived": (weight * 4).t().contiguous()}
     out, graph = torch.empty_like(weight), torch.cuda.CUDAGraph()
+
+    def forward() -> None:
+        torch.add(bound["w"], bound["derived"], out=out)
+
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        torch.mul(weight, 10.0, out=out)
+        forward()
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
-        torch.mul(weight, 10.0, out=out)
-    spare = Spare({"w": Parameter("w", weight, partial(bound.__setitem__, "w"))})
+        forward()
+    addresses = {name: tensor.data_ptr() for name, tensor in bound.items()}
+    spare = Spare({name: Parameter(name, tensor, partial(bound.__setitem__, name)) for name, tensor in bound.items()})
     spare.spare["w"].fill_(3.0)
-    for wanted, step in ((20.0, None), (30.0, spare.install), (20.0, spare.undo)):
-        if step is spare.install:
-            spare.install(InstallMode.EXCHANGE)
-        elif step is not None:
-            spare.undo()
+    spare.spare["derived"].fill_(12.0)
+
+    def replays(wanted: float) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert bool((out == wanted).all())
+        assert {name: tensor.data_ptr() for name, tensor in bound.items()} == addresses
+
+    replays(10.0)
+    spare.install(InstallMode.EXCHANGE)
+    replays(15.0)
+    spare.undo()
+    replays(10.0)
 
 
 # files into device memory
