@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import httpx
 
-REPLY_S = 120.0
+REPLY_S = 300.0  # only a hang takes as long
 _TURNED_AWAY_PAUSE_S = 0.1
 
 
@@ -61,7 +61,7 @@ class Load:
     def stop(self) -> None:
         self._stopping.set()
 
-    async def wait_for(self, version: str, more: int, deadline_s: float = 60.0) -> None:
+    async def wait_for(self, version: str, more: int, deadline_s: float = REPLY_S) -> None:
         """Until every replica has finished `more` further replies on `version`. Raises TimeoutError."""
         wanted = {name: self._seen(name, version) + more for name in self.urls}
         async with asyncio.timeout(deadline_s), self._changed:

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import httpx
 
-READY_S = 120.0
-STOP_S = 30.0
+READY_S = 300.0
+STOP_S = 120.0
 _POLL_S = 0.05
+#: The sockets of `free_port`: bound, so that the kernel gives their ports to nobody else.
+_held: list[socket.socket] = []
 
 
 class ProcessFailed(Exception):
@@ -29,11 +31,17 @@ class ProcessFailed(Exception):
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody had a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of 127.0.0.1 for a server that is started later, kept from everybody else while this process lives.
+
+    Nobody listens on it, so that connections are refused until the server does: it binds with SO_REUSEADDR, as servers
+    do, beside a socket that does not listen.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _held.append(holder)
+    port: int = holder.getsockname()[1]
+    return port
 
 
 @dataclass(frozen=True, slots=True)

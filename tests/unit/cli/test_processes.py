@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -61,6 +62,18 @@ def test_what_a_process_leaves_behind_is_found_and_ended(tmp_path: Path) -> None
     until = time.monotonic() + 30
     while alive(left.process.pid):
         assert time.monotonic() < until
+
+
+def test_a_free_port_is_refused_to_everybody_but_the_server_that_is_told_of_it() -> None:
+    port = free_port()
+    with socket.socket() as other, pytest.raises(OSError):
+        other.bind(("127.0.0.1", port))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(server.getsockname()) as there:
+        assert there.getpeername() == ("127.0.0.1", port)
+        with server.accept()[0] as here:
+            assert here.getsockname() == ("127.0.0.1", port)
 
 
 def test_one_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
