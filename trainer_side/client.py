@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -148,9 +148,9 @@ class Client:
         """Let an update with `commit: manual` go on from READY."""
         return UpdateState.model_validate(self.run(flows.verb(update, "commit")))
 
-    def abort(self, update: str) -> UpdateState:
-        """End an undecided update."""
-        return UpdateState.model_validate(self.run(flows.verb(update, "abort")))
+    def abort(self, update: str, failures: Iterable[Failure] = ()) -> UpdateState:
+        """End an undecided update. `failures`: what made you, with codes of `updater.schemas.CAUSES`."""
+        return UpdateState.model_validate(self.run(flows.abort(update, failures)))
 
     def renew(self, update: str) -> UpdateState:
         """The update is still wanted. Raises `lease_expired` or `wrong_phase` when it ended."""
@@ -261,8 +261,8 @@ class AsyncClient:
     async def seal(self, update: str, digests: Mapping[str, str] | None = None) -> UpdateState:
         return UpdateState.model_validate(await self.run(flows.seal(update, digests or {})))
 
-    async def abort(self, update: str) -> UpdateState:
-        return UpdateState.model_validate(await self.run(flows.verb(update, "abort")))
+    async def abort(self, update: str, failures: Iterable[Failure] = ()) -> UpdateState:
+        return UpdateState.model_validate(await self.run(flows.abort(update, failures)))
 
     async def renew(self, update: str) -> UpdateState:
         return UpdateState.model_validate(await self.run(flows.verb(update, "renew")))

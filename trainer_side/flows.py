@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from trainer_side.causes import bodies
 from updater.core.errors import Failure, Unavailable
 from updater.manifest import Manifest
 
@@ -112,6 +113,13 @@ def seal(update: str, digests: Mapping[str, str]) -> Flow[Mapping[str, Any]]:
     return (yield from ask(Call("POST", f"{update_path(update)}/seal", {"digests": dict(digests)})))
 
 
+def abort(update: str, failures: Iterable[Failure] = ()) -> Flow[Mapping[str, Any]]:
+    """`POST /v1/updates/{id}/abort`, with what went wrong on this side, if anything did."""
+    causes = bodies(failures)
+    body = {"failures": causes} if causes else None
+    return (yield from ask(Call("POST", f"{update_path(update)}/abort", body)))
+
+
 def once(call: Call) -> Flow[Mapping[str, Any]]:
     """One try, for who comes back anyway. Raises Unavailable if nothing answered."""
     answer = yield call
@@ -121,7 +129,7 @@ def once(call: Call) -> Flow[Mapping[str, Any]]:
 
 
 def verb(update: str, name: str) -> Flow[Mapping[str, Any]]:
-    """`POST /v1/updates/{id}/{renew, seal, commit, abort}`."""
+    """`POST /v1/updates/{id}/{renew, commit}`."""
     return (yield from ask(Call("POST", f"{update_path(update)}/{name}")))
 
 

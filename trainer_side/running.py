@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from trainer_side import flows
+from trainer_side.causes import claimable
 from trainer_side.client import Cut
 from trainer_side.flows import Call, Flow
 from trainer_side.hooks import HookCaller, Hooks
@@ -106,10 +107,16 @@ class RunningUpdate:
     def commit(self) -> UpdateState:
         return UpdateState.model_validate(self._link.run(flows.verb(self.id, "commit")))
 
-    def abort(self) -> LiveweightsError | None:
-        """Ask for the end. Too late is no error; returns what kept it from being asked."""
+    def abort(self, failures: Iterable[Failure] = ()) -> LiveweightsError | None:
+        """Ask for the end, and say why as far as it is the trainer's to say. Returns what kept it from being asked."""
+        causes = claimable(failures)
+        told = self._abort(causes)
+        # Of another release, or of a replica that is gone by now: the end matters more than its reason.
+        return self._abort(()) if causes and told is not None and told.code == "bad_request" else told
+
+    def _abort(self, causes: Sequence[Failure]) -> LiveweightsError | None:
         try:
-            self._link.run(flows.verb(self.id, "abort"))
+            self._link.run(flows.abort(self.id, causes))
         except LiveweightsError as error:
             return error
         return None

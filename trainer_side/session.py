@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from trainer_side import flows
+from trainer_side.causes import cause_of
 from trainer_side.hooks import Hooks
 from trainer_side.packing import Packer
 from trainer_side.request import Terms
@@ -189,9 +190,11 @@ class UpdateSession:
         self._sender.abort(reason)
 
     def abort(self, cause: LiveweightsError | None = None) -> LiveweightsError:
-        """End the update and return what it ended as. `cause`: why, if the reason lies on this side."""
+        """End the update and return what it ended as. `cause`: why, if the reason lies on this side; the coordinator is
+        told of it as far as it is the trainer's to tell (`updater.schemas.CAUSES`).
+        """
         running = self._begun()
-        told = running.abort()
+        told = running.abort(() if cause is None else cause.failures)
         self._asked = self._asked or told is None
         self._release()
         return self._explained(cause or told, self._settled())
@@ -200,11 +203,11 @@ class UpdateSession:
         """The error to raise for `error`, with the update ended: what the session raised itself has ended it."""
         return error if self._over else self.abort(error)
 
-    def leave(self) -> None:
+    def leave(self, cause: BaseException | None = None) -> None:
         """Let go of it: give the update up if nobody has promised yet that its stream is complete."""
         try:
             if self._running is not None and not self._sealed and not self._running.ended(0):
-                self.abort()
+                self.abort(_told(cause))
         finally:
             self._release()
             if self._running is not None:
@@ -218,8 +221,8 @@ class UpdateSession:
             if not self.offered(self._timeout_s):
                 raise self.abort(Unavailable(Failure("unreachable", "staging did not begin in time")))
             self.open()
-        except BaseException:
-            self.leave()
+        except BaseException as error:
+            self.leave(error)
             raise
         return self
 
@@ -229,7 +232,7 @@ class UpdateSession:
         try:
             if error is not None:
                 if not self.ended(0):
-                    self.abort()
+                    self.abort(_told(error))
             elif not self._sealed:
                 raise self.abort(Aborted(Failure("client_abort", "the block was left before the stream was sealed")))
             else:
@@ -264,7 +267,7 @@ class UpdateSession:
         running.reached(lambda state: state.phase not in _UNSEALED, CAUSE_S)
         if running.state.phase in _UNSEALED:
             # Before the receivers hear of it, whose word for it would be the sender's silence.
-            self._asked = running.abort() is None
+            self._asked = running.abort(error.failures) is None
         self._release()
         return self._explained(error, self._settled())
 
@@ -292,10 +295,24 @@ class UpdateSession:
             return here or Unavailable(Failure("unreachable", "how the update ended is not known"))
         mine = () if here is None else here.failures
         told = [failure for failure in mine if failure.code != "client_abort"]
-        echo = there.code in _OF_PEERS or (self._asked and there.code == "client_abort")
+        stopped = self._asked and any(each.code == "client_abort" and not each.replica for each in there.failures)
+        echo = there.code in _OF_PEERS or stopped
         failures = (*(told or mine), *there.failures) if echo else (*there.failures, *told)
         kind = type(there)
-        return kind(*dict.fromkeys(failures), live_version=there.live_version, receipt=there.receipt)
+        return kind(*_distinct(failures), live_version=there.live_version, receipt=there.receipt)
+
+
+def _told(error: BaseException | None) -> LiveweightsError | None:
+    """What made somebody leave, as a cause. Nothing failed where a user or a scheduler ends the program."""
+    return cause_of(error) if isinstance(error, Exception) else None
+
+
+def _distinct(failures: Iterable[Failure]) -> list[Failure]:
+    """Without what is the same thing in shorter or longer words: the coordinator repeats what it was told."""
+    found: dict[object, Failure] = {}
+    for each in failures:
+        found.setdefault((each.code, each.replica, each.rank, each.tensor, each.file), each)
+    return list(found.values())
 
 
 class AsyncUpdateSession:
@@ -316,8 +333,8 @@ class AsyncUpdateSession:
     async def wait(self) -> Receipt:
         return await self._run(self._session.wait)
 
-    async def abort(self) -> LiveweightsError:
-        return await self._run(self._session.abort)
+    async def abort(self, cause: LiveweightsError | None = None) -> LiveweightsError:
+        return await self._run(lambda: self._session.abort(cause))
 
     async def __aenter__(self) -> Self:
         await self._run(self._session.__enter__)

@@ -6,7 +6,7 @@ The coordinator answers what it is told to and keeps what it was asked. Both are
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Condition, Event, Thread
@@ -87,11 +87,14 @@ class FakeCoordinator:
         if source is None:
             self.end("committed")
 
-    def end(self, outcome: str, code: str | None = None, **failure: Any) -> None:
-        """The update ends as `outcome`, with one failure if there is a `code`."""
+    def end(
+        self, outcome: str, code: str | None = None, *, causes: Sequence[Mapping[str, Any]] = (), **failure: Any
+    ) -> None:
+        """The update ends as `outcome`, with one failure if there is a `code`. `causes`: failures that come first."""
         with self._changed:
-            failures = [{"code": code, "message": "", **failure}] if code else []
-            receipt = RECEIPT | {"id": self.state["id"], "outcome": outcome, "reason": code, "failures": failures}
+            failures = [*causes, *([{"code": code, "message": "", **failure}] if code else [])]
+            reason = failures[0]["code"] if failures else None
+            receipt = RECEIPT | {"id": self.state["id"], "outcome": outcome, "reason": reason, "failures": failures}
             if self.state["receipt"] is None:
                 self.state |= {"phase": "ended", "offer": None, "receipt": receipt}
             self._changed.notify_all()
@@ -132,7 +135,7 @@ class FakeCoordinator:
         elif verb in ("seal", "commit"):
             self.end("committed")
         elif verb == "abort":
-            self.end("aborted", "client_abort")
+            self.end("aborted", "client_abort", causes=self.bodies[-1].get("failures", []))
         return 200, RECEIPT if "wait=true" in query or path == "/v1/rollback" else self.state
 
     def told(self) -> Iterator[tuple[str, dict[str, Any]]]:

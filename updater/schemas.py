@@ -6,7 +6,7 @@ durations are named by their unit.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
@@ -106,6 +106,63 @@ class SealBody(_Body):
         ],
         Field(max_length=1_000_000),
     ] = {}
+
+
+#: What a client may give as the cause of its abort: what a trainer knows of its tensors, files, ranks and stream.
+#: Never what only a coordinator, a front or a replica's rank can know.
+CauseCode = Literal[
+    "source_missing",
+    "source_changed",
+    "file_truncated",
+    "file_header",
+    "file_dtype",
+    "file_range",
+    "file_duplicate",
+    "index_mismatch",
+    "shard_missing",
+    "read_failed",
+    "stream_mismatch",
+    "peer_lost",
+    "peer_timeout",
+    "manifest_mismatch",
+    "tensor_missing",
+    "tensor_unexpected",
+    "tensor_duplicate",
+    "tensor_shape",
+    "tensor_dtype",
+    "tensor_nonfinite",
+    "copies_differ",
+    "no_space",
+    "rank_failed",
+]
+CAUSES: frozenset[str] = frozenset(get_args(CauseCode))
+#: Of these alone a client may name a replica: whoever sends a stream sees which receiver does not take it.
+PEER_CAUSES = frozenset({"peer_lost", "peer_timeout"})
+MAX_CAUSES = 20
+MAX_TEXT = 500
+
+
+class CauseBody(_Body):
+    """`rank`: of the trainer; of the replica, where one is named."""
+
+    code: CauseCode
+    message: Annotated[str, StringConstraints(max_length=MAX_TEXT)] = ""
+    replica: Id | None = None
+    rank: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    tensor: Annotated[str, StringConstraints(max_length=MAX_TEXT)] = ""
+    file: Annotated[str, StringConstraints(max_length=MAX_TEXT)] = ""
+
+    @model_validator(mode="after")
+    def _own_side(self) -> CauseBody:
+        if self.replica is not None and self.code not in PEER_CAUSES:
+            raise ValueError(f"{self.code} of a replica is for that replica to say")
+        return self
+
+
+class AbortBody(_Body):
+    """`failures`: what went wrong on the client's side, the cause first. They come first in the receipt, too."""
+
+    failures: Annotated[list[CauseBody], Field(max_length=MAX_CAUSES)] = []
 
 
 class RollbackRequest(_Body):

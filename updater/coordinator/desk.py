@@ -174,8 +174,15 @@ class Desk:
             update.lease = None
         return update
 
-    def abort(self, update_id: str) -> Update:
-        return self._tell(self._going_on(update_id), ev.AbortRequested(update_id))
+    def abort(self, update_id: str, causes: tuple[Failure, ...] = ()) -> Update:
+        """`causes`: in the client's words. Raises `bad_request` for one that names a replica without a part in it."""
+        update = self._going_on(update_id)
+        running = self._machine.state.update
+        participants = running.participants if running is not None and running.update == update_id else ()
+        strangers = {cause.replica for cause in causes if cause.replica} - {replica for replica, _ in participants}
+        if strangers:
+            raise self.error(Failure("bad_request", f"{min(strangers)!r} takes no part in {update_id}"))
+        return self._tell(update, ev.AbortRequested(update_id, causes))
 
     def _going_on(self, update_id: str) -> Update:
         self.must_run()

@@ -62,9 +62,13 @@ class CommitRequested:
 
 @dataclass(frozen=True, slots=True)
 class AbortRequested:
-    """Of the running update before its decision, or of one that waits in the queue."""
+    """Of the running update before its decision, or of one that waits in the queue.
+
+    `causes`: what the client says went wrong on its side, the first one first.
+    """
 
     update: str
+    causes: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

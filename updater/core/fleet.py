@@ -71,13 +71,13 @@ def _commit(state: FleetState, event: events.CommitRequested) -> Moved:
 
 
 def _abort(state: FleetState, event: events.AbortRequested) -> Moved:
-    waiting = _unqueue(state, event.update, "client_abort")
+    waiting = _unqueue(state, event.update, "client_abort", event.causes)
     if waiting is not None:
         return waiting[0], (Accepted(event.update), *waiting[1])
     if not begin.owner(state, event.update):
         return state, (_not_running(state, event.update),)
     accepted = _accepted(state)
-    moved = flow.undo(state, "client_abort")
+    moved = flow.undo(state, "client_abort", event.causes)
     if moved is None:
         return state, (_too_late(state, event.update),)
     return moved[0], (accepted, *moved[1])
@@ -96,13 +96,13 @@ def _lease_expired(state: FleetState, event: events.LeaseExpired) -> Moved:
     return flow.undo(state, "lease_expired") or (state, ())
 
 
-def _unqueue(state: FleetState, update: str, reason: str) -> Moved | None:
+def _unqueue(state: FleetState, update: str, reason: str, causes: tuple[Failure, ...] = ()) -> Moved | None:
     found = next((each for each in state.queue if each.update == update), None)
     if found is None:
         return None
     state = replace(state, queue=tuple(each for each in state.queue if each is not found))
     failure = Failure(reason, f"update {update} was given up while it waited: {reason}")
-    return state, (begin.never_began(state, found, Outcome.ABORTED, (failure,)),)
+    return state, (begin.never_began(state, found, Outcome.ABORTED, (*causes, failure)),)
 
 
 def _accepted(state: FleetState) -> Accepted:

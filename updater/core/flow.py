@@ -250,14 +250,17 @@ def _asked_for(update: Transaction) -> bool:
     return any(failure.code in CLIENT_REASONS and not failure.replica for failure in update.failures)
 
 
-def undo(state: FleetState, reason: str) -> Moved | None:
-    """Client abort, supersede, end of the update lease; None where they come too late."""
+def undo(state: FleetState, reason: str, causes: tuple[Failure, ...] = ()) -> Moved | None:
+    """Client abort, supersede, end of the update lease; None where they come too late.
+
+    `causes` come before the reason, which stays: whatever a client says of itself, it asked for this end.
+    """
     update, row = current(state), TABLE[state.phase]
-    failure = Failure(reason, f"update {update.update or update.serial} was given up: {reason}")
+    failures = (*causes, Failure(reason, f"update {update.update or update.serial} was given up: {reason}"))
     if row.undo is not None:
-        return trouble(state, (failure,))
+        return trouble(state, failures)
     if state.phase is Phase.REOPENING and update.retry:
-        given_up = replace(update, retry=False, end=Outcome.ABORTED, failures=(*update.failures, failure))
+        given_up = replace(update, retry=False, end=Outcome.ABORTED, failures=(*update.failures, *failures))
         return replace(state, update=given_up), ()
     return None
 

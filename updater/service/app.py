@@ -23,6 +23,7 @@ from updater.core.errors import (
     Unavailable,
 )
 from updater.schemas import (
+    AbortBody,
     AdoptBody,
     FleetState,
     JoinBody,
@@ -137,8 +138,10 @@ class _Face:
     async def commit(self, update_id: str) -> UpdateState:
         return self._desk.view(self._desk.commit(update_id))
 
-    async def abort(self, update_id: str) -> UpdateState:
-        return self._desk.view(self._desk.abort(update_id))
+    async def abort(self, update_id: str, body: AbortBody | None = None) -> UpdateState:
+        causes = body.failures if body is not None else []
+        failures = tuple(Failure(**{**cause.model_dump(), "replica": cause.replica or ""}) for cause in causes)
+        return self._desk.view(self._desk.abort(update_id, failures))
 
     async def events(self, update_id: str) -> StreamingResponse:
         update = self._desk.find(update_id)
