@@ -40,6 +40,7 @@ class _Line:
         return not self.reader.at_eof() and not self.writer.is_closing()
 
     async def post(self, target: str, headers: list[tuple[str, str]], body: bytes, limit: int) -> tuple[int, bytes]:
+        self.answering = False
         request = h11.Request(method="POST", target=target, headers=[*headers, ("Content-Length", str(len(body)))])
         # One write, so that it is one packet and nobody waits for an acknowledgement in the middle.
         parts = [self.state.send(request), self.state.send(h11.Data(data=body)), self.state.send(h11.EndOfMessage())]
@@ -56,7 +57,7 @@ class _Line:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     async def _answer(self, limit: int) -> tuple[int, bytes]:
-        self.answering, status, answer = False, 0, bytearray()
+        status, answer = 0, bytearray()
         while True:
             event = self.state.next_event()
             if event is h11.NEED_DATA:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -198,6 +199,36 @@ def test_connections_are_kept_and_a_stale_one_is_replaced() -> None:
 
     asyncio.run(server.run(use))
     assert (server.requests, server.connections) == (5, 3)
+
+
+async def answered_once(listener: socket.socket) -> socket.socket:
+    """The connection that came, after one request on it was answered."""
+    loop = asyncio.get_running_loop()
+    connection, _ = await loop.sock_accept(listener)
+    asked = b""
+    while not asked.endswith(b"{}"):
+        asked += await loop.sock_recv(connection, 1000)
+    await loop.sock_sendall(connection, answer(b"{}"))
+    return connection
+
+
+def test_a_connection_that_was_reset_while_nobody_looked_is_replaced() -> None:
+    """The loop has not heard of it yet, so the next request fails while it is written."""
+
+    async def main() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setblocking(False)
+        client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        for _ in range(2):
+            serving = asyncio.create_task(answered_once(listener))
+            assert await client.post("/x", b"{}", 100) == (200, b"{}")
+            connection = await serving
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not an end
+            connection.close()
+        await client.close()
+        listener.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "x", "http://", "http://x:99999", "http://x/path", "http://x:y"])
