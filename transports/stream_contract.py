@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from transports.base import Box, Cancelled, Read, ReadReport, Source
 from transports.buckets import Chunk, StreamPlan
 from transports.contract import TransportContract, digests, noise, samples
+from transports.control.messages import SIGN_S
 from transports.registry import Hub
 from transports.stream import StreamSender, StreamSource
 from transports.stream_testing import (
@@ -29,8 +31,18 @@ from transports.stream_testing import (
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.manifest import Manifest, TensorSpec
 
-#: Long enough for a busy machine, short enough to wait for.
+#: A patience that is to end: nobody who does right has anything to do within it.
 SHORT_S = 0.7
+#: One within which others have to do their part: long for a busy machine, short enough to wait for.
+MOMENT_S = 4.0
+#: One that nobody comes to the end of.
+LONG_S = 30.0
+
+
+class PatientHub(Hub, Protocol):
+    """`patience_s`: how long its receivers wait for a sender that says nothing, from their next wait on."""
+
+    patience_s: float | None
 
 
 class StreamContract(TransportContract):
@@ -41,7 +53,7 @@ class StreamContract(TransportContract):
     def sender(self) -> StreamSender:
         raise NotImplementedError
 
-    def hub(self, stall_s: float) -> Hub:
+    def hub(self, stall_s: float) -> PatientHub:
         """Its receivers give up when nothing came from a sender for `stall_s`."""
         raise NotImplementedError
 
@@ -51,7 +63,7 @@ class StreamContract(TransportContract):
         self._tensors, self._fault = tensors, ("", "")
 
     def connect(self, folder: Path) -> Source:
-        return _Streamed(self.sender(), (self.hub(30.0), self.hub(30.0)), self._tensors, lambda: self._fault)
+        return _Streamed(self.sender(), (self.hub(LONG_S), self.hub(LONG_S)), self._tensors, lambda: self._fault)
 
     def damage(self, folder: Path, kind: str, name: str) -> None:
         self._fault = (kind, name)
@@ -110,25 +122,26 @@ class StreamContract(TransportContract):
 
     def test_a_sender_that_does_wrong(self) -> None:
         """Every fault is refused by all, or shows in the digest; the next update of the same ends is good."""
-        hubs = [self.hub(30.0), self.hub(30.0)]
+        hubs = [self.hub(LONG_S), self.hub(LONG_S)]
         try:
             for fault in SENDER_FAULTS:
                 self._one_fault(fault, hubs)
         finally:
             _close(hubs)
 
-    def _one_fault(self, fault: str, hubs: Sequence[Hub]) -> None:
+    def _one_fault(self, fault: str, hubs: Sequence[PatientHub]) -> None:
         sender = self.sender()
-        patient = hubs if fault != "slow" else [self.hub(SHORT_S), self.hub(SHORT_S)]
         try:
             faulty = FaultySender(sender, fault, "t2")
             before = sender.session
-            update = Transfer(faulty, patient, _model(1), bucket_bytes=1024)
+            _patient(hubs, SHORT_S if fault == "slow" else LONG_S)
+            update = Transfer(faulty, hubs, _model(1), bucket_bytes=1024)
             update.start()
             if fault == "slow":
                 update.join_receivers()
                 faulty.release.set()
             update.join()
+            _patient(hubs, LONG_S)
             if fault in self.differs:
                 assert update.sender_error is None, fault
                 assert [_wrong(r, update.tensors) for r in update.receivers] == [["t2"], ["t2"]], fault
@@ -141,11 +154,9 @@ class StreamContract(TransportContract):
                 assert isinstance(update.sender_error, Aborted) or fault == "dead", fault
                 assert sender.session != before or fault == "dead", fault
             if fault != "dead":
-                self._good(Transfer(sender, patient, _model(2)).run())
+                self._good(Transfer(sender, hubs, _model(2)).run())
         finally:
             sender.close()
-            if patient is not hubs:
-                _close(patient)
 
     def test_a_receiver_that_fails_is_named(self) -> None:
         """B090: its reason reaches the sender and the other receivers, at once; the next update is good."""
@@ -154,15 +165,19 @@ class StreamContract(TransportContract):
             update.receivers[2].take = _raise_at("t3")
             update.run()
             assert isinstance(update.receivers[2].error, _Broken)
-            assert _places(update.sender_error) == [("peer_lost", "r1", 1)]
+            # First: a sender that looks late may hear others as well, who gave up because of this one.
+            assert _places(update.sender_error)[0] == ("peer_lost", "r1", 1)
             assert [_code(update.receivers[at].error) for at in (0, 1)] == ["peer_lost", "peer_lost"]
             self._good(Transfer(sender, hubs, _model(2)).run())
 
     def test_a_receiver_that_is_too_slow_is_named(self) -> None:
         with self._ends(2) as (sender, hubs):
-            update = Transfer(sender, hubs, _model(1), bucket_bytes=1024, seats=seats_for(1, 1), deadline_s=SHORT_S)
+            held = HeldSender(sender, _first(_model(1), "t3") + 2, then_s=SHORT_S)
+            update = Transfer(held, hubs, _model(1), bucket_bytes=1024, seats=seats_for(1, 1))
             slow = _Stuck("t3")
             update.receivers[1].take = slow
+            # The other one has said all that it can, before the sender's patience becomes short.
+            update.receivers[0].waiting(held.release, _first(_model(1), "t3") + 1)
             update.start()
             update.join_sender()
             slow.release.set()
@@ -171,10 +186,20 @@ class StreamContract(TransportContract):
             assert [_code(receiver.error) for receiver in update.receivers] == ["peer_lost", "peer_lost"]
             self._good(Transfer(sender, hubs, _model(2)).run())
 
+    def test_the_last_receiver_may_take_its_time(self) -> None:
+        """The others have everything and are done; what the sender says while it waits disturbs nobody."""
+        with self._ends(2) as (sender, hubs):
+            update = Transfer(sender, hubs, _model(1), bucket_bytes=1024)
+            assert update.plan is not None
+            update.receivers[1].take = _Lagging(update.plan.buckets[-1].chunks[0], 2.5 * SIGN_S)
+            self._good(update.run())
+            self._good(Transfer(sender, hubs, _model(2)).run())
+
     def test_a_receiver_that_never_comes_is_named(self) -> None:
         """B086, B088: the sender says who; the others end with it, and the next update is good."""
         with self._ends(3) as (sender, hubs):
-            update = Transfer(sender, hubs, _model(1), seats=seats_for(1, 2), deadline_s=SHORT_S).run(absent=(1,))
+            update = Transfer(sender, hubs, _model(1), seats=seats_for(1, 2), deadline_s=MOMENT_S)
+            update.run(absent=(1,), gathered=True)
             assert _places(update.sender_error) == [("peer_timeout", "r1", 0)]
             assert [_code(update.receivers[at].error) for at in (0, 2)] == ["peer_lost", "peer_lost"]
             self._good(Transfer(sender, hubs, _model(2)).run())
@@ -187,13 +212,14 @@ class StreamContract(TransportContract):
             alone.start(offer_of(sender, seats_for(1)), 0).join(60)
             assert _code(alone.error) == "peer_timeout"
             sender.abort("the update ended without it")
+            _patient([hub], LONG_S)
             self._good(Transfer(sender, [hub], _model(2)).run())
         finally:
             hub.close()
             sender.close()
 
     def test_a_sender_that_is_gone(self) -> None:
-        sender, hub = self.sender(), self.hub(30.0)
+        sender, hub = self.sender(), self.hub(LONG_S)
         offer = offer_of(sender, seats_for(1))
         sender.close()
         alone = Receiving(hub, manifest_of(specs_of(_model(1))))
@@ -207,7 +233,7 @@ class StreamContract(TransportContract):
             Transfer(sender, hubs, _model(1), deadline_s=SHORT_S).run(absent=(0,))
             stale, good = Receiving(hubs[0], manifest_of(specs_of(_model(1)))), Transfer(sender, hubs, _model(2))
             late = stale.start(old, 0)
-            good.receivers[0].hub = fresh = self.hub(30.0)
+            good.receivers[0].hub = fresh = self.hub(LONG_S)
             self._good(good.run())
             fresh.close()
             sender.close()  # it may have come when nobody looked any more
@@ -226,7 +252,8 @@ class StreamContract(TransportContract):
                 (TensorSpec("t0", "F16", specs[0].shape), *specs[1:]),
                 (TensorSpec("t0", "BF16", specs[0].shape[::-1]), *specs[1:]),
             ):
-                update = Transfer(sender, hubs, tensors, plan=StreamPlan(wrong, 1024)).run()
+                # Both are there when the plan comes: who comes later may find nobody any more.
+                update = Transfer(sender, hubs, tensors, plan=StreamPlan(wrong, 1024)).run(gathered=True)
                 assert _code(update.sender_error) == "stream_mismatch"
                 assert [_code(receiver.error) for receiver in update.receivers] == ["stream_mismatch"] * 2
                 assert [receiver.progress for receiver in update.receivers] == [[], []]
@@ -282,7 +309,7 @@ class StreamContract(TransportContract):
     def test_an_abort_from_another_thread(self) -> None:
         with self._ends(2) as (sender, hubs):
             update = Transfer(sender, hubs, _model(1), bucket_bytes=1024)
-            stuck = _Stuck("t3", lambda: sender.abort("enough"))
+            stuck = _Stuck("t3", then=lambda: sender.abort("enough"))
             update.receivers[1].take = stuck
             update.start()
             update.join_sender()
@@ -293,7 +320,7 @@ class StreamContract(TransportContract):
             self._good(Transfer(sender, hubs, _model(2)).run())
 
     def test_closing_twice(self) -> None:
-        sender, hub = self.sender(), self.hub(30.0)
+        sender, hub = self.sender(), self.hub(LONG_S)
         for end in (sender, hub, sender, hub):
             end.close()
 
@@ -305,14 +332,14 @@ class StreamContract(TransportContract):
             assert digests(receiver.arrived) == wanted
 
     def _ends(self, count: int) -> _Ends:
-        return _Ends(self.sender(), [self.hub(30.0) for _ in range(count)])
+        return _Ends(self.sender(), [self.hub(LONG_S) for _ in range(count)])
 
 
 class _Ends:
-    def __init__(self, sender: StreamSender, hubs: list[Hub]) -> None:
+    def __init__(self, sender: StreamSender, hubs: list[PatientHub]) -> None:
         self._sender, self._hubs = sender, hubs
 
-    def __enter__(self) -> tuple[StreamSender, list[Hub]]:
+    def __enter__(self) -> tuple[StreamSender, list[PatientHub]]:
         return self._sender, self._hubs
 
     def __exit__(self, *_exc: object) -> None:
@@ -425,6 +452,17 @@ class _Stuck:
             self.release.wait(60)
 
 
+class _Lagging:
+    """Takes one chunk so many seconds after it came."""
+
+    def __init__(self, chunk: Chunk, seconds: float) -> None:
+        self.chunk, self.seconds = chunk, seconds
+
+    def __call__(self, chunk: Chunk, _data: torch.Tensor) -> None:
+        if chunk == self.chunk:
+            threading.Event().wait(self.seconds)
+
+
 class _Stopping:
     """Asks for an end at tensor `name`."""
 
@@ -451,6 +489,17 @@ class _Slow:
 def _model(seed: int) -> dict[str, torch.Tensor]:
     """Some forty buckets of a kilobyte."""
     return {f"t{at}": noise("BF16", (24 + at, 100), 100 * seed + at) for at in range(7)}
+
+
+def _first(tensors: Mapping[str, torch.Tensor], name: str) -> int:
+    """The bucket of a kilobyte in which a tensor begins."""
+    plan = StreamPlan(specs_of(tensors), 1024)
+    return next(bucket.index for bucket in plan.buckets if any(chunk.name == name for chunk in bucket.chunks))
+
+
+def _patient(hubs: Sequence[PatientHub], patience_s: float) -> None:
+    for hub in hubs:
+        hub.patience_s = patience_s
 
 
 def _wrong(receiver: Receiving, tensors: Mapping[str, torch.Tensor]) -> list[str]:

@@ -19,6 +19,8 @@ from updater.manifest import Manifest, TensorEntry, TensorSpec
 
 #: What a faulty sender can do to the bucket in which a tensor begins.
 SENDER_FAULTS = ("drop", "duplicate", "reorder", "truncate", "flip", "stale", "oversize", "dead", "slow")
+#: How often a receiver was asked whether it should stop, when it is certain that it waits.
+_OFTEN = 3
 
 
 def specs_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
@@ -95,18 +97,30 @@ class _Passing:
 
 
 class HeldSender(_Passing):
-    """Stands still before it asks for room for bucket `at`, having set `waiting`, until `release` is set."""
+    """Stands still before it asks for room for bucket `at`, having set `waiting`, until `release` is set.
 
-    def __init__(self, inner: StreamSender, at: int) -> None:
+    `then_s`: its deadlines from there on, in seconds, whatever it is told.
+    """
+
+    def __init__(self, inner: StreamSender, at: int, then_s: float | None = None) -> None:
         super().__init__(inner)
-        self.at = at
+        self.at, self.then_s = at, then_s
         self.waiting, self.release = threading.Event(), threading.Event()
 
     def buffer(self, bucket: Bucket, deadline_s: float) -> torch.Tensor:
         if bucket.index == self.at:
             self.waiting.set()
             self.release.wait(60)
-        return super().buffer(bucket, deadline_s)
+        return super().buffer(bucket, self._patience(deadline_s))
+
+    def send(self, bucket: Bucket, deadline_s: float) -> None:
+        super().send(bucket, self._patience(deadline_s))
+
+    def finish(self, deadline_s: float, *, normal: bool) -> None:
+        super().finish(self._patience(deadline_s), normal=normal)
+
+    def _patience(self, told_s: float) -> float:
+        return told_s if self.then_s is None or not self.waiting.is_set() else self.then_s
 
 
 class FaultySender(_Passing):
@@ -189,6 +203,23 @@ class Receiving:
     error: BaseException | None = None
     progress: list[int] = field(default_factory=list)
 
+    def waiting(self, event: threading.Event, buckets: int = 0) -> threading.Event:
+        """Have `event` set when it waits for its sender with so many buckets behind it: what it has to say to them was
+        said then. For use before `start`.
+        """
+        inner, asked = self.should_stop, 0
+
+        def should_stop() -> bool:
+            nonlocal asked
+            if len(self.progress) >= buckets:
+                asked += 1
+            if asked >= _OFTEN:
+                event.set()
+            return inner()
+
+        self.should_stop = should_stop
+        return event
+
     def start(self, offer: StreamOffer, number: int) -> threading.Thread:
         thread = threading.Thread(target=self._run, args=(offer, number), name=f"receiver-{number}")
         thread.start()
@@ -252,7 +283,7 @@ class Transfer:
     hubs: Sequence[Hub]
     tensors: Mapping[str, torch.Tensor]
     bucket_bytes: int = 4096
-    deadline_s: float = 20.0
+    deadline_s: float = 60.0
     seats: tuple[Seats, ...] = ()
     plan: StreamPlan | None = None  # what the sender says it sends; None: what it has
     raises: type[BaseException] = LiveweightsError  # what a sender may end with, besides well
@@ -266,33 +297,34 @@ class Transfer:
         self.receivers = [Receiving(hub, manifest) for hub in self.hubs]
         self._threads: list[threading.Thread] = []
 
-    def start(self, absent: Sequence[int] = ()) -> None:
-        """`absent`: receivers that never come."""
+    def start(self, absent: Sequence[int] = (), *, gathered: bool = False) -> None:
+        """`absent`: receivers that never come. `gathered`: the sender opens when the others are there and wait."""
         offer = offer_of(self.sender, self.seats)
-        sending = threading.Thread(target=self.send, args=(offer,), name="sender")
+        coming = [(at, receiver) for at, receiver in enumerate(self.receivers) if at not in absent]
+        there = [receiver.waiting(threading.Event()) for _, receiver in coming] if gathered else []
+        sending = threading.Thread(target=self._send_when, args=(offer, there), name="sender")
         sending.start()
-        self._threads = [sending]
-        self._threads += [r.start(offer, at) for at, r in enumerate(self.receivers) if at not in absent]
+        self._threads = [sending, *(receiver.start(offer, at) for at, receiver in coming)]
 
-    def join(self, hang_s: float = 60.0) -> None:
+    def join(self, hang_s: float = 120.0) -> None:
         """Raises RuntimeError if somebody is still at it after `hang_s`."""
         for thread in self._threads:
             thread.join(hang_s)
             if thread.is_alive():
                 raise RuntimeError(f"{thread.name} hangs")
 
-    def join_sender(self, hang_s: float = 60.0) -> None:
+    def join_sender(self, hang_s: float = 120.0) -> None:
         self._threads[0].join(hang_s)
 
-    def join_receiver(self, number: int, hang_s: float = 60.0) -> None:
+    def join_receiver(self, number: int, hang_s: float = 120.0) -> None:
         self._threads[1 + number].join(hang_s)
 
-    def join_receivers(self, hang_s: float = 60.0) -> None:
+    def join_receivers(self, hang_s: float = 120.0) -> None:
         for thread in self._threads[1:]:
             thread.join(hang_s)
 
-    def run(self, absent: Sequence[int] = ()) -> Transfer:
-        self.start(absent)
+    def run(self, absent: Sequence[int] = (), *, gathered: bool = False) -> Transfer:
+        self.start(absent, gathered=gathered)
         self.join()
         return self
 
@@ -303,3 +335,8 @@ class Transfer:
             send_all(self.sender, offer, plan, self.tensors, self.deadline_s)
         except (LiveweightsError, self.raises) as error:
             self.sender_error = error
+
+    def _send_when(self, offer: StreamOffer, there: Sequence[threading.Event]) -> None:
+        for event in there:
+            event.wait(60)
+        self.send(offer)

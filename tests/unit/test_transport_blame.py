@@ -44,6 +44,16 @@ def test_a_cause_comes_before_a_loss_and_a_loss_before_its_consequences() -> Non
     assert "client_abort: cancelled" in error.failures[2].message
 
 
+def test_who_lost_somebody_comes_after_who_was_lost() -> None:
+    """A killed receiver breaks the group for another one, whose word for it may be read first."""
+    blame = Blame(OFFER)
+    blame.left(0, [Failure("peer_lost", "the group broke")])
+    assert not blame.known
+    blame.seen(2, "peer_lost", "closed its connection")
+    assert blame.known
+    assert places(blame.error()) == [("peer_lost", "r1", 1), ("peer_lost", "r0", 0)]
+
+
 def test_a_refusal_keeps_its_code_and_a_loss_does_not() -> None:
     odd = Failure("config_mismatch", "another model")
     refused, left = Blame(OFFER), Blame(OFFER)

@@ -16,24 +16,30 @@ from transports.broadcast.pending import Broken, Group, Pending
 from transports.buckets import StreamPlan
 from transports.control.blame import Blame, named
 from transports.control.channel import Alarm, Gone, wait
-from transports.control.messages import Goodbye
+from transports.control.messages import Goodbye, Waiting
 from updater import wire
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
 
 #: After a group broke: how long to wait for somebody's word why.
 LAST_WORDS_S = 1.0
+_WAITING = encode(Waiting())
 
 
 class Round:
-    """`aborted`: the reason for which this update is to end, or empty. `sent`: buckets posted."""
+    """`aborted`: the reason for which this update is to end, or empty. `sign_s`: how often receivers hear that the
+    sender waits. `sent`: buckets posted.
+    """
 
-    def __init__(self, offer: StreamOffer, plan: StreamPlan, alarm: Alarm, aborted: Callable[[], str]) -> None:
+    def __init__(
+        self, offer: StreamOffer, plan: StreamPlan, alarm: Alarm, aborted: Callable[[], str], sign_s: float
+    ) -> None:
         self.offer = offer
         self.plan = plan
         self.peers: dict[int, Peer] = {}
         self.sent = 0
-        self._alarm, self._aborted = alarm, aborted
+        self._alarm, self._aborted, self._sign_s = alarm, aborted, sign_s
+        self._signed = float("-inf")
         self._flying: Pending | None = None
         self._forming: Forming | None = None
 
@@ -79,8 +85,8 @@ class Round:
             except Broken as error:
                 raise self._blame(error) from None
             except TimeoutError:
-                late = [n for n, peer in self.peers.items() if peer.ready <= self.sent] or list(self.peers)
-                raise named(self.offer, "peer_timeout", late, f"did not take bucket {self.sent - 1}") from None
+                why = f"did not take bucket {self.sent - 1}"
+                raise named(self.offer, "peer_timeout", self._behind(), why) from None
 
     def until(self, true: Callable[[Peer], bool], deadline: float, why: str) -> None:
         """Raises Aborted `peer_timeout` with everybody of whom it is not true in time."""
@@ -96,20 +102,24 @@ class Round:
                 peer.channel.post(message)
 
     def wait(self, what: Iterable[Peer | socket], deadline: float, at_most: float | None = None) -> list[Peer | socket]:
-        """Those with something to say; nobody after `at_most` seconds, or when something happened in another thread.
+        """Those with something to say; nobody after `at_most` seconds, when something happened in another thread, or
+        now and then, everybody having been told that it is this sender who waits.
 
         Raises TimeoutError when time is over, Aborted when told to end: `client_abort`, or why a receiver has left,
         which is what made somebody tell it.
         """
+        everybody = list(what)
         left = deadline - time.monotonic()
-        ready = wait([*what, self._alarm], left if at_most is None else min(left, at_most))
+        ready = wait([*everybody, self._alarm], min(left, self._sign_s if at_most is None else at_most))
         if self._alarm in ready:
             self._alarm.hush()
         if reason := self._aborted():
-            blame = self._last_words(what)
+            blame = self._last_words(everybody)
             raise blame.error() if blame.known else Aborted(Failure("client_abort", reason))
         if not ready and time.monotonic() >= deadline:
             raise TimeoutError
+        if not ready:
+            self._sign(everybody)
         return [each for each in ready if not isinstance(each, Alarm)]
 
     def hear_now(self) -> None:
@@ -133,6 +143,15 @@ class Round:
             self._forming.give_up()
         return self._flying is not None
 
+    def _sign(self, what: Iterable[Peer | socket]) -> None:
+        now = time.monotonic()
+        if now - self._signed < self._sign_s:
+            return
+        self._signed = now
+        for peer in {*what, *self.peers.values()}:
+            if isinstance(peer, Peer) and peer.hello is not None and not peer.done:
+                peer.channel.post(_WAITING)
+
     def _last_words(self, what: Iterable[Peer | socket]) -> Blame:
         blame = Blame(self.offer)
         for peer in what:
@@ -144,6 +163,7 @@ class Round:
         try:
             for message in peer.channel.messages():
                 if isinstance(message, Goodbye):
+                    peer.left = True
                     blame.left(peer.number, message.failures)
                 elif not peer.note(message):
                     blame.seen(peer.number, "stream_mismatch", f"said {message.kind} out of turn")
@@ -160,12 +180,26 @@ class Round:
             self.tell(encode(key), but=peer)
 
     def _blame(self, error: Broken) -> Aborted:
-        """A group tells that it broke, and not through whom: those who are gone or give up have a moment to be seen."""
+        """A group tells that it broke, and not through whom: those who are gone or give up have a moment to be seen. If
+        all that is heard is that it broke, it was one of those who did not get on.
+        """
         deadline = time.monotonic() + LAST_WORDS_S
+        blame = Blame(self.offer)
         with suppress(TimeoutError):
-            while True:
+            while not blame.known:
                 try:
-                    self.hear(self.wait(self.peers.values(), deadline))
-                except Aborted as found:
-                    return found
-        return Aborted(Failure("peer_lost", f"the group broke: {error}"))
+                    ready = self.wait([peer for peer in self.peers.values() if not peer.left], deadline)
+                except Aborted as told:
+                    return told
+                for peer in ready:
+                    if isinstance(peer, Peer):
+                        self._hear(peer, blame)
+        if not blame.known:
+            for number in self._behind():
+                blame.seen(number, "peer_lost", f"did not get on, and the group broke: {error}")
+        return blame.error()
+
+    def _behind(self) -> list[int]:
+        """Receivers that have not shown to be through with what was posted; all, if every one has."""
+        late = [number for number, peer in self.peers.items() if peer.ready <= self.sent]
+        return late or list(self.peers)

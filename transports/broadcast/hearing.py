@@ -12,7 +12,7 @@ from transports.broadcast.line import SLICE_S, Line
 from transports.broadcast.messages import Answer, Done, End, Formed, Go, Hello, Key, Message, Opening, Ready
 from transports.broadcast.pending import Broken
 from transports.control.channel import Alarm, Gone, wait
-from transports.control.messages import Goodbye
+from transports.control.messages import Goodbye, Waiting
 from updater import wire
 from updater.core.errors import Aborted, Failure
 
@@ -22,13 +22,17 @@ M = TypeVar("M", Hello, Opening, Answer, Key, Formed, Ready, Go, End, Done)
 
 
 class Hearing:
-    """Of one update. `patience_s`: how long to wait for the sender. `heard`: what it said and nobody has taken yet."""
+    """Of one update. `patience_s`: how long to wait for a sender that gives no sign. `heard`: what it said and nobody
+    has taken yet, all of it from before its last word.
+    """
 
     def __init__(self, line: Line, alarm: Alarm, patience_s: float, should_stop: Callable[[], bool]) -> None:
         self.line = line
         self.patience_s = patience_s
         self.heard: deque[Message] = deque()
         self._alarm, self._should_stop = alarm, should_stop
+        self._signed = float("-inf")  # when it last said that it waits for another receiver
+        self._ended: Aborted | None = None  # its last word
 
     def deadline(self) -> float:
         return time.monotonic() + self.patience_s
@@ -51,12 +55,16 @@ class Hearing:
     def wait(self, deadline: float, late: str, at_most: float | None = None) -> None:
         """Until something happened, or for a moment. Raises Aborted `peer_lost`, `peer_timeout`, Cancelled."""
         self.check()
+        self._check_end()
+        deadline = max(deadline, self._signed + self.patience_s)
         left = max(deadline - time.monotonic(), 0.0)
         ready = wait((self.line, self._alarm), min(SLICE_S if at_most is None else at_most, left))
         if self._alarm in ready:
             self._alarm.hush()
         if self.line in ready:
             self._hear()
+        if not self.heard:  # a plan that came before the end is judged all the same
+            self._check_end()
         if not ready and time.monotonic() >= deadline:
             raise Aborted(Failure("peer_timeout", f"the sender is too slow: {late}"))
 
@@ -68,19 +76,26 @@ class Hearing:
                 self.wait(deadline + _LAST_WORDS_S, "")
             except Aborted as found:
                 return found
-        return Aborted(Failure("peer_lost", f"the group broke: {error}"))
+        return self._ended or Aborted(Failure("peer_lost", f"the group broke: {error}"))
+
+    def _check_end(self) -> None:
+        if self._ended is not None:
+            raise self._ended
 
     def _hear(self) -> None:
         try:
-            messages = self.line.messages()
+            for message in self.line.messages():
+                if isinstance(message, Goodbye):
+                    self._ended = Aborted(*(message.failures or (Failure("peer_lost", "the sender gave no reason"),)))
+                    return
+                if isinstance(message, Waiting):
+                    self._signed = time.monotonic()
+                else:
+                    self.heard.append(message)
         except Gone:
-            raise Aborted(Failure("peer_lost", "the sender closed its connection")) from None
+            self._ended = Aborted(Failure("peer_lost", "the sender closed its connection"))
         except wire.WireError as error:
-            raise mismatch(f"the sender said what is no message: {error}") from None
-        for message in messages:
-            if isinstance(message, Goodbye):
-                raise Aborted(*(message.failures or (Failure("peer_lost", "the sender gave no reason"),)))
-            self.heard.append(message)
+            self._ended = mismatch(f"the sender said what is no message: {error}")
 
 
 def mismatch(why: str) -> Aborted:

@@ -3,8 +3,9 @@
     receiver: Hello          Answer  Key...  Formed  Ready 0  Ready 1 ...                Done
     sender:          Opening         Key...                   Go 0 [bucket 0]  Go 1 ...  End
 
-Either side may say Goodbye at any time, and hangs up then. A bucket is posted in the group only behind its Go, and Go
-is said only when every receiver is Ready for it: nobody waits in a collective for somebody who is not there.
+A sender that waits for one receiver says Waiting to all. Either side may say Goodbye at any time, and hangs up then. A
+bucket is posted in the group only behind its Go, and Go is said only when every receiver is Ready for it: nobody waits
+in a collective for somebody who is not there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import ConfigDict, Discriminator, Field
 
 from transports.buckets import StreamPlan
-from transports.control.messages import STRICT, Count, Digest, Goodbye, Seconds
+from transports.control.messages import STRICT, Count, Digest, Goodbye, Seconds, Waiting
 from updater import wire
 
 #: Grows with every change that an older side would misunderstand.
@@ -119,8 +120,16 @@ class Done:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
-Message = Hello | Opening | Answer | Key | Formed | Ready | Go | End | Done | Goodbye
+Message = Hello | Opening | Answer | Key | Formed | Ready | Go | Waiting | End | Done | Goodbye
 _ANY: Any = Annotated[Message, Discriminator("kind")]
+
+
+def group_limit(patience_s: float) -> float:
+    """How long a collective may take before the group itself gives up, in seconds: longer than either side's patience,
+    since a group that breaks does not say through whom.
+    """
+    return 2 * patience_s + 30.0
+
 
 encode = wire.encode
 

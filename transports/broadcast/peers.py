@@ -13,7 +13,7 @@ from updater.core.errors import Failure
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One connection. `ready`: buckets it has had room for; `keys`: not yet passed on."""
+    """One connection. `ready`: buckets it has had room for; `left`: it said goodbye; `keys`: not yet passed on."""
 
     channel: Line
     hello: Hello | None = None
@@ -21,6 +21,7 @@ class Peer:
     formed: bool = False
     ready: int = 0
     done: bool = False
+    left: bool = False
     keys: deque[Key] = field(default_factory=deque)
 
     def fileno(self) -> int:

@@ -13,11 +13,11 @@ from transports.broadcast.forming import Forming
 from transports.broadcast.groups import BACKENDS, device_name, settle_device
 from transports.broadcast.hearing import Hearing, mismatch
 from transports.broadcast.line import Line, call, seats_digest
-from transports.broadcast.messages import Answer, Done, End, Formed, Go, Hello, Key, Opening, Ready
+from transports.broadcast.messages import Answer, Done, End, Formed, Go, Hello, Key, Opening, Ready, group_limit
 from transports.broadcast.pending import Broken, Group, Pending, let_go
 from transports.buckets import Bucket, Chunk, StreamPlan
 from transports.control.channel import SENDER_LIMIT, Alarm, Gone
-from transports.control.messages import Goodbye
+from transports.control.messages import Goodbye, Waiting
 from transports.digest import tensor_digest, to_hex
 from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError
@@ -134,7 +134,7 @@ class BroadcastReceiver:
             return hub.group
         hub.drop_group()
         rank, size, host = self._number + 1, self._offer.receivers + 1, hearing.line.local_host
-        make, limit = BACKENDS[opening.backend], opening.patience_s
+        make, limit = BACKENDS[opening.backend], group_limit(opening.patience_s)
         forming = Forming(lambda relay: make(relay, rank, size, host, limit), hub.alarm.ring)
         try:
             hub.group, hub.group_name = _formed(hearing, forming), opening.group
@@ -237,8 +237,9 @@ def _settle(hearing: Hearing, pending: Pending, bucket: Bucket) -> None:
 
 
 def _stands(line: Line) -> bool:
+    """Whether the sender has said nothing since the update before, but that it waited for another receiver."""
     try:
-        return not line.messages()
+        return all(isinstance(message, Waiting) for message in line.messages())
     except (Gone, wire.WireError):
         return False
 

@@ -15,13 +15,13 @@ from transports.broadcast.forming import Relay
 from transports.broadcast.groups import BACKENDS, check_backend, device_name, settle_device
 from transports.broadcast.line import accepted, join_address, listen, seats_digest
 from transports.broadcast.meeting import Meeting
-from transports.broadcast.messages import End, Go, Opening, encode
+from transports.broadcast.messages import End, Go, Opening, encode, group_limit
 from transports.broadcast.peers import Peer
 from transports.broadcast.pending import Group, let_go
 from transports.buckets import BUCKET_BYTES, Bucket, StreamPlan
 from transports.control.blame import place
 from transports.control.channel import RECEIVER_LIMIT, Alarm
-from transports.control.messages import LONGEST_PATIENCE_S
+from transports.control.messages import LONGEST_PATIENCE_S, SIGN_S
 from transports.digest import tensor_digest, to_hex
 from updater import wire
 from updater.core.errors import Aborted, Failure
@@ -35,9 +35,9 @@ class BroadcastSender:
     """A `transports.stream.StreamSender`.
 
     `host`, `port`: where it listens (port 0: any free one); `advertise`: the host that receivers are given, where that
-    is another one. `backend`: "gloo", or "nccl" (experimental). `patience_s`: how long receivers wait for a next
-    bucket, and a collective for its end. `digests`: of every bucket's bytes, so that bytes which changed on the way
-    are found there and named. `bucket_bytes`: for whoever makes the plan. `make_group`: in place of the backend's.
+    is another one. `backend`: "gloo", or "nccl" (experimental). `patience_s`: how long receivers wait for a sender that
+    gives no sign. `digests`: of every bucket's bytes, so that bytes which changed on the way are found there and named.
+    `bucket_bytes`: for whoever makes the plan. `make_group`: in place of the backend's.
 
     Listens at once. Raises OSError, Rejected `transport_unsupported`.
     """
@@ -159,7 +159,7 @@ class BroadcastSender:
                 raise _misused("closed" if self._closed else "an update is under way")
             if offer.session != self._session:
                 raise Aborted(Failure("client_abort", "the session of this offer has been ended"))
-            self._round = Round(offer, plan, self._alarm, lambda: self._aborted)
+            self._round = Round(offer, plan, self._alarm, lambda: self._aborted, min(SIGN_S, self._patience_s / 3))
             return self._round
 
     def _running(self) -> tuple[Round, Group]:
@@ -180,7 +180,7 @@ class BroadcastSender:
         return f"{self._session}.{seats}.{secrets.token_hex(4)}"  # nothing of an earlier group can match
 
     def _maker(self, run: Round) -> Callable[[Relay], Group]:
-        make, size, host, limit = self._make_group, len(run.peers) + 1, self._host, self._patience_s
+        make, size, host, limit = self._make_group, len(run.peers) + 1, self._host, group_limit(self._patience_s)
         return lambda relay: make(relay, 0, size, host, limit)
 
     @contextmanager

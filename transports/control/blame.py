@@ -16,8 +16,9 @@ from updater.core.participant import StreamOffer
 
 #: Of what a receiver that gave up says, these are the update's reason as they are; any other becomes `peer_lost`.
 TELLING = ("stream_mismatch", "tensor_digest", "transport_unsupported")
-#: What a receiver says that was told to stop.
-_STOPPED = "client_abort"
+#: What a receiver says that was told to stop, and one that lost the sender, or another receiver within their group:
+#: somebody else's doing.
+_FOLLOWED = ("client_abort", "peer_lost")
 #: Failures that one error holds at most.
 _MOST = 100
 _CAUSE, _LOSS, _CONSEQUENCE = range(3)
@@ -46,7 +47,7 @@ class Blame:
 
     @property
     def known(self) -> bool:
-        """Whether there is more than the word of those who were told to stop."""
+        """Whether there is more than the word of those who left because of another."""
         return any(order < _CONSEQUENCE for order, _ in self._heard)
 
     def seen(self, number: int, code: str, why: str) -> None:
@@ -60,11 +61,14 @@ class Blame:
 
     def left(self, number: int, failures: Iterable[Failure]) -> None:
         """What a receiver says when it gives up."""
-        for failure in list(failures) or [Failure("peer_lost", "without a reason")]:
+        given = list(failures)
+        if not given:
+            self._add(_LOSS, number, Failure("peer_lost", "gave up without a reason"))
+        for failure in given:
             if failure.code in TELLING:
                 self._add(_CAUSE, number, failure)
             else:
-                order = _CONSEQUENCE if failure.code == _STOPPED else _LOSS
+                order = _CONSEQUENCE if failure.code in _FOLLOWED else _LOSS
                 self._add(order, number, Failure("peer_lost", f"gave up: {failure.code}: {failure.message}"[:1000]))
 
     def hear(self, number: int, messages: Callable[[], Iterable[object]]) -> None:

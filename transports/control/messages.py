@@ -1,4 +1,4 @@
-"""What the messages of every protocol are made of, and the one that all have."""
+"""What the messages of every protocol are made of, and those that all have."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ from updater.core.errors import Failure
 
 #: Patience that a sender may ask of its receivers, in seconds.
 LONGEST_PATIENCE_S = 3600.0
+#: A sender that waits says so at least this often, in seconds.
+SIGN_S = 1.0
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 Count = Annotated[int, Field(ge=0)]
 Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_PATIENCE_S, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The sender is well; what keeps it is another receiver, which it will name when its own patience ends."""
+
+    kind: Literal["waiting"] = "waiting"
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True, slots=True)

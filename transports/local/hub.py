@@ -99,13 +99,13 @@ class LocalHub:
             watched: list[Alarm | Link] = [alarm, *kept]
             ready = wait(watched, IDLE_S)
             for link in kept:
-                if link in ready and self._unkeep(link):
+                if link in ready and self._is_over(link):
                     link.close()
 
-    def _unkeep(self, link: Link) -> bool:
-        """A sender says nothing to a receiver that it does not need, but that it is over."""
+    def _is_over(self, link: Link) -> bool:
+        """Of a kept link that was heard of; then it is kept no longer."""
         with self._lock:
-            if link not in self._kept:
+            if link not in self._kept or link.stands():
                 return False
             self._kept.remove(link)
             return True

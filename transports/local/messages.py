@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import ConfigDict, Discriminator, Field
 
 from transports.buckets import StreamPlan
-from transports.control.messages import STRICT, Count, Digest, Goodbye, Seconds
+from transports.control.messages import STRICT, Count, Digest, Goodbye, Seconds, Waiting
 from updater import wire
 from updater.core.errors import Failure
 
@@ -120,14 +120,6 @@ class Announce:
     nbytes: Count
     digest: Digest = ""
     kind: Literal["announce"] = "announce"
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """The sender is well; what keeps it is another receiver, which it will name when its own patience ends."""
-
-    kind: Literal["waiting"] = "waiting"
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 

@@ -13,7 +13,7 @@ import torch
 from transports.base import Cancelled
 from transports.buckets import Bucket, Chunk, StreamPlan
 from transports.control.channel import Gone, wait
-from transports.control.messages import Goodbye
+from transports.control.messages import Goodbye, Waiting
 from transports.digest import tensor_digest, to_hex
 from transports.local.line import Line
 from transports.local.memory import ReceiverMemory
@@ -27,7 +27,6 @@ from transports.local.messages import (
     Hello,
     Message,
     StreamOpening,
-    Waiting,
 )
 from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError
@@ -82,6 +81,13 @@ class Link:
             else:
                 raise Aborted(Failure("stream_mismatch", f"the sender said {message.kind} out of turn"))
 
+    def stands(self) -> bool:
+        """Of one that is kept: whether the sender has said nothing since, but that it waited for another receiver."""
+        try:
+            return all(isinstance(message, Waiting) for message in self.channel.messages())
+        except (Gone, wire.WireError):
+            return False
+
     def close(self, *failures: Failure) -> None:
         """Unmap, then say so and why, then hang up."""
         self.buffers.clear()
@@ -94,15 +100,15 @@ class Link:
             if should_stop():
                 raise Cancelled
             left = deadline - time.monotonic()
-            if left <= 0:
-                raise Aborted(Failure("peer_timeout", "the sender said nothing in time"))
-            wait([self.channel], min(left, LOOK_S))
+            wait([self.channel], min(max(left, 0.0), LOOK_S))
             try:
                 self._said.extend(self.channel.messages())
             except Gone:
                 raise Aborted(Failure("peer_lost", "the sender is gone")) from None
             except wire.WireError as error:
                 raise Aborted(Failure("stream_mismatch", f"the sender said what is no message: {error}")) from None
+            if not self._said and left <= 0:  # and not before having looked: who was held up itself blames nobody
+                raise Aborted(Failure("peer_timeout", "the sender said nothing in time"))
         return self._said.popleft()
 
     def _files(self, count: int) -> list[int]:
@@ -154,10 +160,9 @@ class LocalReceiver:
             own = self._links.patience_s
             opening = link.hear(StreamOpening, PATIENCE_S if own is None else own, should_stop)
             self._judge(link, opening, expected)
-            patience = opening.patience_s if own is None else min(own, opening.patience_s)
             received = 0
             for bucket in opening.plan.buckets:
-                announce = link.hear(Announce, patience, should_stop)
+                announce = link.hear(Announce, self._patience(opening.patience_s), should_stop)
                 data = _located(link.buffers, bucket, announce)
                 with memory.taking():
                     _compared(announce, data)
@@ -181,6 +186,10 @@ class LocalReceiver:
             self._links.keep(link)
         else:
             self._hang_up(Failure("client_abort", "the receiver gave the stream up"))
+
+    def _patience(self, told_s: float) -> float:
+        own = self._links.patience_s
+        return told_s if own is None else min(own, told_s)
 
     def _judge(self, link: Link, opening: StreamOpening, expected: Callable[[StreamPlan], None]) -> None:
         try:

@@ -13,12 +13,12 @@ import torch
 from transports.buckets import Bucket, StreamPlan
 from transports.control.blame import Blame, named
 from transports.control.channel import Alarm, Gone, wait
-from transports.control.messages import LONGEST_PATIENCE_S, Goodbye
+from transports.control.messages import LONGEST_PATIENCE_S, SIGN_S, Goodbye, Waiting
 from transports.digest import tensor_digest, to_hex
 from transports.local.addresses import Listener, fresh_address
 from transports.local.meeting import Meeting
 from transports.local.memory import SenderBuffer, SenderMemory
-from transports.local.messages import PATIENCE_S, TOLD, Ack, Announce, Buffers, StreamOpening, Waiting, encode
+from transports.local.messages import PATIENCE_S, TOLD, Ack, Announce, Buffers, StreamOpening, encode
 from transports.local.peers import Peer
 from updater import wire
 from updater.core.errors import Aborted, Failure
@@ -26,8 +26,6 @@ from updater.core.participant import StreamOffer
 
 #: One to be filled while the other is copied out of.
 BUFFERS = 2
-#: A sender that waits says so at least this often, in seconds.
-SIGN_S = 1.0
 
 _WAITING = encode(Waiting())
 
@@ -219,8 +217,9 @@ class LocalSender:
         if not ready and late:
             if time.monotonic() >= deadline:
                 raise TimeoutError
-            for each in everybody:
-                if isinstance(each, Peer) and each.number is not None:
+            buckets = len(self._running().plan.buckets)
+            for each in everybody:  # but those who have everything, and are done with this update
+                if isinstance(each, Peer) and each.number is not None and each.acknowledged < buckets:
                     each.channel.post(_WAITING)
         return [each for each in ready if not isinstance(each, Alarm)]
 

@@ -144,7 +144,7 @@ class ScriptedSender:
     def address(self) -> str:
         return self._listener.address
 
-    def meet(self, plan: StreamPlan, digest: str | None = None, patience_s: float = 10.0) -> Answer:
+    def meet(self, plan: StreamPlan, digest: str | None = None, patience_s: float = 60.0) -> Answer:
         """Take the first receiver in, say the plan, hear what it thinks of it."""
         while self.channel is None:
             wait([self._listener], 10.0)
