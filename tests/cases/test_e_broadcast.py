@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -33,7 +34,7 @@ def model(seed: int, tensors: int = 5) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def ends(receivers: int, patience_s: float = 30.0) -> Iterator[tuple[BroadcastSender, list[BroadcastHub]]]:
-    sender, hubs = BroadcastSender(patience_s=5.0), [BroadcastHub(patience_s) for _ in range(receivers)]
+    sender, hubs = BroadcastSender(), [BroadcastHub(patience_s) for _ in range(receivers)]
     try:
         yield sender, hubs
     finally:
@@ -62,9 +63,7 @@ def test_B086_a_sender_that_comes_late() -> None:
     """The receivers have waited for a good while before the sender opens; it still succeeds."""
     with ends(2) as (sender, hubs):
         late = Transfer(sender, hubs, model(1))
-        waited = [threading.Event(), threading.Event()]
-        for receiver, event in zip(late.receivers, waited, strict=True):
-            receiver.should_stop = asked(event, 5)
+        waited = [receiver.waiting(threading.Event()) for receiver in late.receivers]
         offer = offer_of(sender, late.seats)
         threads = [receiver.start(offer, at) for at, receiver in enumerate(late.receivers)]
         assert all(event.wait(60) for event in waited)
@@ -75,20 +74,6 @@ def test_B086_a_sender_that_comes_late() -> None:
         assert [receiver.error for receiver in late.receivers] == [None, None]
 
 
-def asked(event: threading.Event, often: int) -> Callable[[], bool]:
-    """A `should_stop` that never stops, and says when it was asked often enough."""
-    count = 0
-
-    def should_stop() -> bool:
-        nonlocal count
-        count += 1
-        if count >= often:
-            event.set()
-        return False
-
-    return should_stop
-
-
 def test_B086_a_sender_that_never_comes() -> None:
     with ends(2, patience_s=0.5) as (sender, hubs):
         offer = offer_of(sender, seats_for(2))
@@ -97,22 +82,24 @@ def test_B086_a_sender_that_never_comes() -> None:
             thread.join(60)
         assert [code(receiver.error) for receiver in waiting] == ["peer_timeout"] * 2
         sender.abort("nobody sends")
+        for hub in hubs:
+            hub.patience_s = None
         good(sender, hubs)
 
 
 def test_B088_one_rank_is_given_an_address_where_nobody_is() -> None:
     """It says so at once, with the address; the sender and the other rank name it within their time."""
-    unused = listen("127.0.0.1", 0)
+    unused = socket.socket()
+    unused.bind(("127.0.0.1", 0))  # taken, so that nobody else listens there, and not listening itself
     nowhere = f"127.0.0.1:{unused.getsockname()[1]}"
-    unused.close()
-    with ends(2) as (sender, hubs):
+    with unused, ends(2) as (sender, hubs):
         update = Transfer(sender, hubs, model(1), seats=seats_for(1, 1), deadline_s=1.5)
         lost = Receiving(hubs[1], manifest_of(specs_of(model(1))))
         lost.start(replace(offer_of(sender, update.seats), address=nowhere), 1).join(60)
         assert isinstance(lost.error, LiveweightsError)
         assert lost.error.code == "peer_lost"
         assert nowhere in lost.error.failures[0].message
-        update.run(absent=[1])
+        update.run(absent=[1], gathered=True)
         assert places(update.sender_error) == [("peer_timeout", "r1", 0)]
         assert places(update.receivers[0].error) == [("peer_lost", "r1", 0)]
         good(sender, hubs)
@@ -144,7 +131,7 @@ def test_B092_two_senders_whose_receivers_come_in_opposite_order() -> None:
         sending = threading.Thread(target=late.send, args=(offer,))
         sending.start()
         other = late.receivers[1].start(offer, 1)  # `two` begins at the second sender
-        early.run(absent=[1])  # `one` at the first
+        early.run(absent=[1], gathered=True)  # `one` at the first
         assert places(early.sender_error) == [("peer_timeout", "r1", 0)]
         assert places(early.receivers[0].error) == [("peer_lost", "r1", 0)]
         for thread in (late.receivers[0].start(offer, 0), other, sending):
@@ -161,7 +148,7 @@ class SpoiltSender(BroadcastSender):
     """Raises once, in one of its verbs."""
 
     def __init__(self, verb: str) -> None:
-        super().__init__(patience_s=5.0)
+        super().__init__()
         self.verb = verb
 
     def _maybe(self, verb: str) -> None:
@@ -307,7 +294,7 @@ def test_B108_fifty_groups_leave_no_port_behind() -> None:
 def test_bytes_that_change_on_the_way_are_found_there() -> None:
     """Digests of buckets name the rank on whose way it happened; without them the vote sees it, and not where."""
     for found in (True, False):
-        sender = BroadcastSender(digests=found, patience_s=5.0, make_group=Flipping)
+        sender = BroadcastSender(digests=found, make_group=Flipping)
         hubs = [BroadcastHub(30.0), BroadcastHub(30.0)]
         try:
             update = Transfer(sender, hubs, model(1), seats=seats_for(1, 1)).run()

@@ -61,7 +61,7 @@ def test_B120_four_ranks_and_handles_for_two() -> None:
     """Nobody gets a byte; the two that have no handle are listed; a seat has one holder."""
     sender, hubs = SharedMemorySender(), [SharedMemoryHub() for _ in range(4)]
     held = {"w": noise("BF16", (64, 64), 1)}
-    update = Transfer(sender, hubs, held, seats=seats_for(4), deadline_s=0.7).run(absent=(1, 3))
+    update = Transfer(sender, hubs, held, seats=seats_for(4), deadline_s=4.0).run(absent=(1, 3), gathered=True)
     assert isinstance(update.sender_error, Aborted)
     assert [(f.code, f.replica, f.rank) for f in update.sender_error.failures] == [
         ("peer_timeout", "r0", 1),
@@ -97,7 +97,7 @@ class Order:
             with self.changed:
                 if bucket < len(self.late) and self.late[bucket] == number:
                     others = self.count - 1
-                    self.changed.wait_for(lambda: len(self.taken.get(bucket, ())) >= others, 30.0)
+                    self.changed.wait_for(lambda: len(self.taken.get(bucket, ())) >= others, 60.0)
                 self.taken.setdefault(bucket, set()).add(number)
                 self.changed.notify_all()
 
@@ -132,9 +132,9 @@ def test_B123_the_last_bucket_is_done_when_all_ranks_have_read_it() -> None:
     update = Transfer(sender, hubs, held, bucket_bytes=1024)
     held_back, first = threading.Event(), threading.Event()
     update.receivers[0].take = lambda _chunk, _data: first.set()
-    update.receivers[1].take = lambda _chunk, _data: (held_back.wait(30.0), None)[1]
+    update.receivers[1].take = lambda _chunk, _data: (held_back.wait(60.0), None)[1]
     update.start()
-    first.wait(30.0)
+    assert first.wait(60.0)
     assert sender._round is not None  # not finished: rank 1 has not read
     held_back.set()
     update.join()

@@ -1,7 +1,7 @@
 """One end of a broadcast in a process of its own: jobs come as JSON lines on stdin, what happens goes to stdout.
 
-`python broadcast_program.py send PATIENCE` or `... receive PATIENCE`. A job's `hold` says where to stand still until
-any line comes: a sender before it "open"s; a receiver when it is shown the "plan", or at the tensor of that name.
+`python broadcast_program.py send` or `... receive`. A job's `hold` says where to stand still until any line comes: a
+sender before it "open"s; a receiver when it is shown the "plan", or at the tensor of that name.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def outcome(error: LiveweightsError | None, **rest: Any) -> None:
     say(failures=failures, descriptors=len(os.listdir("/proc/self/fd")), threads=threads, **rest)
 
 
-def send(patience_s: float) -> None:
-    sender = BroadcastSender(patience_s=patience_s)
+def send() -> None:
+    sender = BroadcastSender()
     say(address=sender.address, session=sender.session)
     for line in sys.stdin:
         job = json.loads(line)
@@ -85,13 +85,14 @@ class Held:
         self.inner.close(normal=normal)
 
 
-def receive(patience_s: float) -> None:
-    hub = BroadcastHub(patience_s=patience_s)
+def receive() -> None:
+    hub = BroadcastHub()
     say(pid=os.getpid())
     for line in sys.stdin:
         job = json.loads(line)
         tensors = model(*job["model"])
         offer, manifest = wire.build(StreamOffer, job["offer"]), manifest_of(specs_of(tensors))
+        hub.patience_s = job["patience_s"]
         held = Held(hub.receiver(offer, job["number"]), job["hold"])
         source = StreamSource("broadcast", manifest, held)
         arrived, failed = targets_of(source.specs), None
@@ -109,4 +110,4 @@ def receive(patience_s: float) -> None:
 
 
 if __name__ == "__main__":
-    {"send": send, "receive": receive}[sys.argv[1]](float(sys.argv[2]))
+    {"send": send, "receive": receive}[sys.argv[1]]()

@@ -21,7 +21,7 @@ from transports.contract import digests, noise
 from transports.control.channel import SENDER_LIMIT, wait
 from transports.control.messages import Goodbye
 from transports.stream_contract import StreamContract
-from transports.stream_testing import Receiving, Transfer, manifest_of, offer_of, seats_for
+from transports.stream_testing import HeldSender, Receiving, Transfer, manifest_of, offer_of, seats_for
 from transports.testing import refused
 from updater.core.errors import Aborted
 from updater.core.participant import StreamOffer
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow  # together, not each
 
 class TestBroadcast(StreamContract):
     def sender(self) -> BroadcastSender:
-        return BroadcastSender(patience_s=5.0)
+        return BroadcastSender()
 
     def hub(self, stall_s: float) -> BroadcastHub:
         return BroadcastHub(patience_s=stall_s)
@@ -138,6 +138,11 @@ def test_addresses() -> None:
             split_address(bad)
 
 
+def model_of(buckets: int) -> dict[str, torch.Tensor]:
+    """Tensors that fill a bucket of a kilobyte each."""
+    return {f"t{at}": noise("BF16", (8, 64), at) for at in range(buckets)}
+
+
 class Counting(GlooGroup):
     posted = 0
 
@@ -149,6 +154,7 @@ class Counting(GlooGroup):
 def test_nothing_is_posted_before_everybody_has_room() -> None:
     """One receiver stands still at the third bucket: the next one is under way, and no more are posted."""
     sender, hubs = BroadcastSender(make_group=Counting), [BroadcastHub(30.0), BroadcastHub(30.0)]
+    held = HeldSender(sender, 4, then_s=0.5)  # patient until nobody but the one that stands still has anything to do
     still, go_on, seen = threading.Event(), threading.Event(), []
 
     def stand_still(chunk: Chunk, _data: torch.Tensor) -> None:
@@ -157,16 +163,35 @@ def test_nothing_is_posted_before_everybody_has_room() -> None:
             go_on.wait(60)
 
     try:
-        tensors = {f"t{at}": noise("BF16", (8, 64), at) for at in range(8)}
-        update = Transfer(sender, hubs, tensors, bucket_bytes=1024, deadline_s=1.0)
+        update = Transfer(held, hubs, model_of(8), bucket_bytes=1024)
         update.receivers[1].take = stand_still
         update.start()
         assert still.wait(60)
+        held.release.set()
         update.join_sender()  # until its deadline
         seen.append(Counting.posted)
         go_on.set()
         update.join()
         assert seen == [4]
+    finally:
+        for end in (sender, *hubs):
+            end.close()
+
+
+def test_a_receiver_that_waits_for_another_one_is_not_the_one_to_blame() -> None:
+    """Its patience is shorter than the sender's: it is told that the sender is the one who waits."""
+    sender, hubs = BroadcastSender(patience_s=3.0), [BroadcastHub(), BroadcastHub()]
+    held, stuck = HeldSender(sender, 4, then_s=7.0), threading.Event()
+    update = Transfer(held, hubs, model_of(8), bucket_bytes=1024, seats=seats_for(1, 1))
+    update.receivers[0].waiting(held.release, 3)
+    update.receivers[1].take = lambda chunk, _data: (chunk.name == "t2" and stuck.wait(60), None)[1]
+    try:
+        update.start()
+        update.join_sender()
+        stuck.set()
+        update.join()
+        assert isinstance(update.sender_error, Aborted)
+        assert [(f.code, f.replica, f.rank) for f in update.sender_error.failures] == [("peer_timeout", "r1", 0)]
     finally:
         for end in (sender, *hubs):
             end.close()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.standing import stand_still
 from transports.stream_testing import seats_for
 from updater import wire
 
@@ -22,7 +23,9 @@ PROGRAM = Path(__file__).with_name("broadcast_program.py")
 SMALL = (1, 3, 4096)
 #: Tensors that fill a bucket each, larger than what the kernel holds between two processes.
 LARGE = (2, 4, 16 << 20)
-PATIENCE_S = 5.0
+#: Patience that nobody comes to the end of, and one that is to end. Within that the others may still have to do their
+#: part, as on a machine that is busy otherwise.
+LONG_S, SHORT_S = 60.0, 6.0
 SEATS = seats_for(1, 2)
 RANKS = [("r0", 0), ("r1", 0), ("r1", 1)]
 
@@ -32,7 +35,7 @@ class End:
 
     def __init__(self, role: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), role, str(PATIENCE_S)],
+            [sys.executable, str(PROGRAM), role],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -60,7 +63,10 @@ class End:
         assert self.hear() == {"at": where}
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:
+            stand_still(self.process.pid)
+        else:
+            os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         self.process.kill()
@@ -77,15 +83,21 @@ class Fleet:
             end.greet()
 
     def begin(
-        self, model: tuple[int, int, int] = SMALL, *, sender: str = "", holds: tuple[str, str, str] = ("", "", "")
+        self,
+        model: tuple[int, int, int] = SMALL,
+        *,
+        sender: str = "",
+        holds: tuple[str, str, str] = ("", "", ""),
+        deadline_s: float = LONG_S,
+        patience_s: float = LONG_S,
     ) -> None:
-        """`sender`, `holds`: where each stands still."""
+        """`sender`, `holds`: where each stands still. `deadline_s`: of the sender; `patience_s`: of the receivers."""
         where = {"address": self.sender.said["address"], "session": self.sender.said["session"]}
         offer = {"kind": "broadcast", **where, "seats": [wire.plain(each) for each in SEATS]}
         bucket_bytes = max(model[2], 1024)
-        self.sender.tell(offer=offer, model=model, bucket_bytes=bucket_bytes, deadline_s=PATIENCE_S, hold=sender)
+        self.sender.tell(offer=offer, model=model, bucket_bytes=bucket_bytes, deadline_s=deadline_s, hold=sender)
         for number, receiver in enumerate(self.receivers):
-            receiver.tell(offer=offer, model=model, number=number, hold=holds[number])
+            receiver.tell(offer=offer, model=model, number=number, hold=holds[number], patience_s=patience_s)
 
     def sent(self) -> list[tuple[str, str, int | None]]:
         """What the sender ended with."""
@@ -126,9 +138,11 @@ def fleet() -> Iterator[Fleet]:
     fleet.close()
 
 
-def under_way(fleet: Fleet) -> None:
-    """A bucket is in the group and cannot arrive: the second receiver stands still and takes nothing."""
-    fleet.begin(LARGE, holds=("", "t1", ""))
+def under_way(fleet: Fleet, **patience: float) -> None:
+    """A bucket is in the group, the second receiver stands still and takes nothing: this bucket or the one after it
+    cannot arrive.
+    """
+    fleet.begin(LARGE, holds=("", "t1", ""), **patience)
     fleet.receivers[1].until_held("t1")
     fleet.receivers[1].signal(signal.SIGSTOP)
 
@@ -143,7 +157,7 @@ def test_a_sender_is_killed_before_the_plan(fleet: Fleet) -> None:
 
 
 def test_a_sender_is_stopped_before_the_plan(fleet: Fleet) -> None:
-    fleet.begin(sender="open")
+    fleet.begin(sender="open", patience_s=SHORT_S)
     fleet.sender.until_held("open")
     fleet.sender.signal(signal.SIGSTOP)
     assert fleet.codes() == ["peer_timeout"] * 3
@@ -165,7 +179,7 @@ def test_B089_a_sender_is_killed_while_a_bucket_travels(fleet: Fleet) -> None:
 
 
 def test_a_sender_is_stopped_while_a_bucket_travels(fleet: Fleet) -> None:
-    under_way(fleet)
+    under_way(fleet, patience_s=SHORT_S)
     fleet.sender.signal(signal.SIGSTOP)
     assert fleet.codes(0, 2) == ["peer_timeout"] * 2
     fleet.receivers[1].signal(signal.SIGCONT)
@@ -187,11 +201,11 @@ def test_a_receiver_is_killed_at_the_plan(fleet: Fleet) -> None:
 
 
 def test_a_receiver_is_stopped_at_the_plan(fleet: Fleet) -> None:
-    fleet.begin(holds=("", "plan", ""))
+    fleet.begin(holds=("", "plan", ""), deadline_s=SHORT_S)
     fleet.receivers[1].until_held("plan")
     fleet.receivers[1].signal(signal.SIGSTOP)
-    assert fleet.sent() == [("peer_timeout", "r1", 0)]
-    assert set(fleet.codes(0, 2)) <= {"peer_lost", "peer_timeout"}
+    assert ("peer_timeout", "r1", 0) in fleet.sent()
+    assert fleet.codes(0, 2) == ["peer_lost"] * 2
     fleet.receivers[1].signal(signal.SIGCONT)
     fleet.receivers[1].tell()
     assert fleet.codes(1) == ["peer_lost"]
@@ -201,16 +215,16 @@ def test_a_receiver_is_stopped_at_the_plan(fleet: Fleet) -> None:
 def test_a_receiver_is_killed_while_a_bucket_travels(fleet: Fleet) -> None:
     under_way(fleet)
     fleet.receivers[1].signal(signal.SIGKILL)
-    assert fleet.sent() == [("peer_lost", "r1", 0)]
+    assert fleet.sent()[0] == ("peer_lost", "r1", 0)  # before who lost it within the group, and may have said so
     assert fleet.codes(0, 2) == ["peer_lost"] * 2
     fleet.replace_receiver(1)
     fleet.good()
 
 
 def test_a_receiver_is_stopped_while_a_bucket_travels(fleet: Fleet) -> None:
-    under_way(fleet)
+    under_way(fleet, deadline_s=SHORT_S)
     assert ("peer_timeout", "r1", 0) in fleet.sent()
-    assert set(fleet.codes(0, 2)) <= {"peer_lost", "peer_timeout"}
+    assert fleet.codes(0, 2) == ["peer_lost"] * 2
     fleet.receivers[1].signal(signal.SIGCONT)
     fleet.receivers[1].tell()
     assert fleet.codes(1) == ["peer_lost"]

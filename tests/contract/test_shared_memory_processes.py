@@ -11,23 +11,42 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from shared_memory_program import PATIENCE_S, plan_of, tensors
+import torch
+from shared_memory_program import plan_of, tensors
 
+from tests.standing import stand_still
+from transports.buckets import Chunk
 from transports.local.memfd import NAME
 from transports.shared_memory import SharedMemoryHub, SharedMemorySender
-from transports.stream_testing import Receiving, Transfer, manifest_of, offer_of, seats_for, send_all, specs_of
+from transports.stream import StreamSender
+from transports.stream_testing import (
+    HeldSender,
+    Receiving,
+    Transfer,
+    manifest_of,
+    offer_of,
+    seats_for,
+    send_all,
+    specs_of,
+)
 from updater import wire
 from updater.core.errors import Aborted, LiveweightsError
 from updater.core.participant import StreamOffer
 
 pytestmark = pytest.mark.engine
 HANG_S = 90.0
+#: A patience that is to end: nobody but a process that was stopped has anything to do within it.
+SHORT_S = 1.5
+
+
+Take = Callable[[Chunk, torch.Tensor], None]
 
 
 class Other:
@@ -51,9 +70,10 @@ class Other:
         return found
 
     def signal(self, number: int) -> None:
-        self.process.send_signal(number)
         if number == signal.SIGSTOP:
-            until(lambda: Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+            stand_still(self.process.pid)
+        else:
+            self.process.send_signal(number)
 
     def kill(self) -> None:
         self.process.kill()
@@ -110,23 +130,20 @@ class Here:
 
     def __init__(self, other: Other) -> None:
         self.other = other
-        self.sender, self.hub = SharedMemorySender(patience_s=PATIENCE_S), SharedMemoryHub()
+        self.sender, self.hub = SharedMemorySender(), SharedMemoryHub()
         assert other.answer() == {"ready": True}
 
-    def start(self, seed: int, *, hold: int = -1) -> Transfer:
+    def start(self, seed: int, *, hold: int = -1, by: StreamSender | None = None) -> Transfer:
         held = tensors(seed)
         seats = seats_for(1, 1)
         offer = offer_of(self.sender, seats)
         self.other.tell(offer=wire.plain(offer), number=1, seed=seed, hold=hold)
-        update = Transfer(
-            self.sender, [self.hub, self.hub], held, seats=seats, plan=plan_of(held), deadline_s=PATIENCE_S
-        )
-        update.receivers[0].hub = self.hub
+        sender = by or self.sender
+        update = Transfer(sender, [self.hub, self.hub], held, seats=seats, plan=plan_of(held), deadline_s=HANG_S)
         update.start(absent=(1,))
         return update
 
     def good(self, seed: int) -> None:
-        """The first meeting of a fresh process may take a while."""
         update = self.start(seed)
         assert self.other.answer() == {"error": "", "equal": True}
         update.join()
@@ -139,9 +156,12 @@ def test_a_receiver_process_that_is_stopped_and_killed(
     here = Here(started("receive"))
     here.good(1)
 
-    update = here.start(2, hold=3)
+    impatient = HeldSender(here.sender, 5, then_s=SHORT_S)
+    update = here.start(2, hold=3, by=impatient)
     assert here.other.answer() == {"held": True}
     here.other.signal(signal.SIGSTOP)
+    until(lambda: len(update.receivers[0].progress) > 3)  # the one here has said what it had to
+    impatient.release.set()
     update.join()
     assert places(update.sender_error) == [("peer_timeout", "r1", 0)]
     assert code(update.receivers[0].error) == "peer_lost"
@@ -173,11 +193,11 @@ def test_a_sender_process_that_is_stopped_and_killed(
 ) -> None:
     hub, seats = SharedMemoryHub(), seats_for(1)
 
-    def receive(sender: Other, seed: int, hold: int = -1) -> tuple[Receiving, Any]:
+    def receive(sender: Other, seed: int, hold: int = -1, take: Take | None = None) -> tuple[Receiving, Any]:
         sender.tell(do="begin")
         found = sender.answer()
         sender.tell(do="send", seats=[wire.plain(each) for each in seats], seed=seed, hold=hold)
-        receiving = Receiving(hub, manifest_of(specs_of(tensors(seed))))
+        receiving = Receiving(hub, manifest_of(specs_of(tensors(seed))), take=take)
         offer = StreamOffer("shared_memory", found["address"], found["session"], seats)
         return receiving, receiving.start(offer, 0)
 
@@ -187,10 +207,16 @@ def test_a_sender_process_that_is_stopped_and_killed(
     thread.join(HANG_S)
     assert receiving.error is None
 
-    receiving, thread = receive(sender, 2, hold=3)
+    stopped, last = threading.Event(), plan_of(tensors(2)).buckets[2].chunks[-1]
+    receiving, thread = receive(
+        sender, 2, hold=3, take=lambda chunk, _data: (chunk == last and stopped.wait(HANG_S), None)[1]
+    )
     assert sender.answer() == {"held": True}
     sender.signal(signal.SIGSTOP)
+    hub.patience_s = SHORT_S
+    stopped.set()
     thread.join(HANG_S)
+    hub.patience_s = None
     assert code(receiving.error) == "peer_timeout"
     sender.signal(signal.SIGCONT)
     sender.tell()
@@ -226,7 +252,7 @@ def test_a_sender_process_that_is_stopped_and_killed(
     offer = offer_of(again, seats)
     last = Receiving(hub, manifest_of(specs_of(held)))
     thread = last.start(offer, 0)
-    send_all(again, offer, plan_of(held), held, 20.0)
+    send_all(again, offer, plan_of(held), held, HANG_S)
     thread.join(HANG_S)
     assert last.error is None
     again.close()

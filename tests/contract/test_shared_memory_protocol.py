@@ -29,13 +29,24 @@ from transports.local.line import Line
 from transports.local.messages import Ack, Announce, Buffers, FileBuffer, Hello, Message, encode
 from transports.local.testing import ScriptedSender
 from transports.shared_memory import SharedMemoryHub, SharedMemorySender
-from transports.stream_testing import Receiving, Transfer, manifest_of, offer_of, seats_for, send_all, specs_of
+from transports.stream_testing import (
+    HeldSender,
+    Receiving,
+    Transfer,
+    manifest_of,
+    offer_of,
+    seats_for,
+    send_all,
+    specs_of,
+)
 from transports.testing import refused
 from updater import wire
 from updater.core.errors import Aborted, LiveweightsError
 from updater.core.participant import StreamOffer
 
 HANG_S = 60.0
+#: Abstract names are the machine's: another run of these tests has others.
+NAME = f"@liveweights-{os.getpid()}"
 
 
 def never() -> bool:
@@ -146,7 +157,7 @@ def test_more_memory_than_there_is_is_refused_before_it_is_asked_for() -> None:
     before = open_files()
     with refused("no_space"):
         memfd.SealedFile(available * 4)
-    assert open_files() == before
+    assert open_files() <= before  # fewer, where something of another test was still ending
 
 
 def test_a_sender_holds_two_buckets_and_keeps_them() -> None:
@@ -156,7 +167,8 @@ def test_a_sender_holds_two_buckets_and_keeps_them() -> None:
         assert first == ["r--s", "r--s", "rw-s", "rw-s"]
         files = open_files()
         good(Transfer(sender, hubs, tensors(2), bucket_bytes=2048).run())  # smaller ones fit
-        assert (sorted(mappings()), open_files()) == (first, files)
+        assert sorted(mappings()) == first
+        assert open_files() <= files
         good(Transfer(sender, hubs, tensors(3), bucket_bytes=1 << 16).run())  # one bucket, larger than both
         assert sorted(mappings()) == ["r--s", "rw-s"]
         good(Transfer(sender, hubs, tensors(4), bucket_bytes=4096).run())
@@ -200,18 +212,18 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 
 def test_nobody_at_an_address(tmp_path: Path) -> None:
-    for address in ("@liveweights-nobody", str(tmp_path / "none")):
+    for address in (f"{NAME}-nobody", str(tmp_path / "none")):
         with refused("peer_lost"):
             connect(address, 1.0, never)
 
 
 def test_a_sender_whose_queue_is_full_is_not_waited_for_for_ever() -> None:
-    full = socket.socket(socket.AF_UNIX)
-    full.bind("\0liveweights-full-queue")
+    full, address = socket.socket(socket.AF_UNIX), f"{NAME}-full"
+    full.bind(address.replace("@", "\0"))
     full.listen(0)
-    waiting = [connect("@liveweights-full-queue", 1.0, never)]
+    waiting = [connect(address, 1.0, never)]
     with refused("peer_timeout"):
-        waiting.append(connect("@liveweights-full-queue", 0.1, never))
+        waiting.append(connect(address, 0.1, never))
     for each in (full, *waiting):
         each.close()
 
@@ -232,7 +244,7 @@ else:
     other.connect(sys.argv[2].replace("@", "\\0"))
     print(len(other.recv(10)), flush=True)
 """
-    listener = Listener("@liveweights-owner")
+    listener = Listener(f"{NAME}-owner")
     with subprocess.Popen(
         [sys.executable, "-c", code, "connect", listener.address], stdout=subprocess.PIPE, text=True
     ) as other:
@@ -240,12 +252,12 @@ else:
         assert listener.accept() == []
         assert other.communicate(timeout=HANG_S)[0].split() == ["0"]  # hung up, without a word
     listener.close()
-    command = [sys.executable, "-c", code, "listen", "@liveweights-other"]
+    command = [sys.executable, "-c", code, "listen", f"{NAME}-other"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline().split() == ["listening"]
         with refused("peer_lost"):
-            connect("@liveweights-other", 5.0, never)
+            connect(f"{NAME}-other", 5.0, never)
         other.communicate("\n", timeout=HANG_S)
 
 
@@ -313,7 +325,7 @@ def test_a_forked_worker_holds_nothing_of_a_stream() -> None:
     """Whoever waits for the trainer's end does not wait for its data loaders too."""
     here, there = (Line(each, 1 << 10) for each in socket.socketpair(socket.AF_UNIX))
     held = memory_files("self")
-    listener, file = Listener("@liveweights-forked"), memfd.SealedFile(1 << 16)
+    listener, file = Listener(f"{NAME}-forked"), memfd.SealedFile(1 << 16)
     (resume, go), (started, forked) = os.pipe(), os.pipe()
     worker = os.fork()
     if worker == 0:
@@ -324,12 +336,12 @@ def test_a_forked_worker_holds_nothing_of_a_stream() -> None:
     try:
         os.read(started, 1)
         here.close()
-        wait([there], 10.0)
+        wait([there], HANG_S)
         with pytest.raises(Gone):
             there.messages()
         listener.close()
         with refused("peer_lost"):
-            connect("@liveweights-forked", 1.0, never)
+            connect(listener.address, 1.0, never)
         assert memory_files(worker) <= held
         assert memory_files("self") - held
         os.write(go, b"x")
@@ -365,7 +377,7 @@ def test_a_receiver_that_says_what_it_should_not_is_named(frame: bytes) -> None:
         held = tensors()
         offer, plan = offer_of(sender, seats_for(1)), StreamPlan(specs_of(held), 1024)
         with pytest.raises(Aborted) as caught:
-            send_all(sender, offer, plan, held, 5.0)
+            send_all(sender, offer, plan, held, HANG_S)
         assert [(f.code, f.replica, f.rank) for f in caught.value.failures] == [("stream_mismatch", "r0", 0)]
         assert isinstance(odd.hears()[-1], Goodbye)
 
@@ -375,7 +387,7 @@ def test_an_acknowledgement_of_what_was_not_sent_ends_the_update() -> None:
         odd = Stranger(sender.address).says(Hello(sender.session, 0, 1)).says(b'{"kind": "answer"}').says(Ack(1))
         offer, plan = offer_of(sender, seats_for(1)), StreamPlan(specs_of(tensors()), 1024)
         with refused("stream_mismatch"):
-            send_all(sender, offer, plan, tensors(), 5.0)
+            send_all(sender, offer, plan, tensors(), HANG_S)
         assert isinstance(odd.hears()[-1], Goodbye)
 
 
@@ -430,7 +442,7 @@ class Scene:
     def __init__(self) -> None:
         self.held = tensors()
         self.plan = StreamPlan(specs_of(self.held), 1024)
-        self.sender, self.hub = ScriptedSender(), SharedMemoryHub(patience_s=10.0)
+        self.sender, self.hub = ScriptedSender(), SharedMemoryHub(patience_s=HANG_S)
         self.receiver = Receiving(self.hub, manifest_of(self.plan.tensors))
         offer = StreamOffer("shared_memory", self.sender.address, self.sender.session, seats_for(1))
         self.thread = self.receiver.start(offer, 0)
@@ -528,20 +540,22 @@ def test_a_buffer_that_was_not_asked_for_is_not_sent() -> None:
     with ends() as (sender, _hubs):
         held = Stranger(sender.address).says(Hello(sender.session, 0, 1)).says(b'{"kind": "answer"}')
         plan = StreamPlan(specs_of(tensors()), 1024)
-        sender.open(offer_of(sender, seats_for(1)), plan, 5.0)
+        sender.open(offer_of(sender, seats_for(1)), plan, HANG_S)
         for bucket in plan.buckets[:2]:
-            sender.buffer(bucket, 5.0)
-            sender.send(bucket, 5.0)
+            sender.buffer(bucket, HANG_S)
+            sender.send(bucket, HANG_S)
         with refused("stream_mismatch"):
-            sender.send(plan.buckets[2], 5.0)
+            sender.send(plan.buckets[2], HANG_S)
         assert isinstance(held.hears()[-1], Goodbye)
 
 
+@pytest.mark.slow
 def test_a_receiver_that_waits_for_another_one_is_not_the_one_to_blame() -> None:
     """Its patience is shorter than the sender's: it is told that the sender is the one who waits."""
-    sender, hubs = SharedMemorySender(patience_s=0.3), [SharedMemoryHub(), SharedMemoryHub()]
-    update = Transfer(sender, hubs, tensors(), bucket_bytes=1024, seats=seats_for(1, 1), deadline_s=1.2)
-    stuck = threading.Event()
+    sender, hubs = SharedMemorySender(patience_s=3.0), [SharedMemoryHub(), SharedMemoryHub()]
+    held, stuck = HeldSender(sender, 2, then_s=7.0), threading.Event()
+    update = Transfer(held, hubs, tensors(), bucket_bytes=1024, seats=seats_for(1, 1))
+    update.receivers[0].waiting(held.release, 2)
     update.receivers[1].take = lambda _chunk, _data: (stuck.wait(HANG_S), None)[1]
     update.start()
     update.join_sender()
@@ -597,7 +611,7 @@ def test_what_a_dead_sender_had_shared_is_given_back_without_another_update() ->
 def test_an_update_that_ends_badly_leaves_no_mapping_on_either_side() -> None:
     with ends(2) as (sender, hubs):
         good(Transfer(sender, hubs, tensors()).run())
-        update = Transfer(sender, hubs, tensors(2), bucket_bytes=1024, deadline_s=0.5)
+        update = Transfer(sender, hubs, tensors(2), bucket_bytes=1024)
         stopped = threading.Event()
         update.receivers[1].take = lambda _chunk, _data: stopped.set()
         update.receivers[1].should_stop = stopped.is_set
@@ -616,9 +630,9 @@ def test_two_hundred_updates_leave_nothing_behind() -> None:
     held = tensors(rows=400)
     with ends(2) as (sender, hubs):
 
-        def levels() -> tuple[int, int, list[str], int]:
+        def levels() -> tuple[int, int, int, int]:
             named = Path("/proc/self/maps").read_text().count("/dev/shm/")
-            return open_files(), threading.active_count(), sorted(mappings()), named
+            return open_files(), threading.active_count(), len(mappings()), named
 
         for _ in range(5):
             good(Transfer(sender, hubs, held, bucket_bytes=1 << 16).run())
@@ -627,7 +641,8 @@ def test_two_hundred_updates_leave_nothing_behind() -> None:
             update = Transfer(sender, hubs, held, bucket_bytes=1 << 16).run()
             assert (update.sender_error, [each.error for each in update.receivers]) == (None, [None, None])
         good(Transfer(sender, hubs, held, bucket_bytes=1 << 16).run())
-        assert levels() == before
+        # What other tests of this process left to end may have ended meanwhile.
+        assert all(now <= then for now, then in zip(levels(), before, strict=True)), (levels(), before)
         assert _resident() - resident < 16 << 20
     assert mappings() == []
 
