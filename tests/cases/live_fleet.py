@@ -70,9 +70,9 @@ class LiveFleet:
         self._thread = threading.Thread(target=self._loop.run_forever, name="live-fleet", daemon=True)
         self._thread.start()
         self._end = asyncio.Event()
-        self._serving = asyncio.run_coroutine_threadsafe(self._serve(), self._loop)
         self.url = ""
         self.client = httpx.Client(timeout=HANG_S, trust_env=False)
+        self._serving = asyncio.run_coroutine_threadsafe(self._serve(), self._loop)
 
     # ----- life
 

@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 from engine_adapter.testing.checkpoint import make_toy_checkpoint
 from engine_adapter.testing.reference import Reference
 from tests.cases.live_fleet import PROMPT, TOKENS, LiveFleet, View, live_fleet
+from tests.standing import stand_still
 from trainer_side import Client, Hooks, Pusher, UpdateSession
 from trainer_side.client import Cut
 from trainer_side.flows import Call, Flow, NoAnswer
@@ -304,7 +305,7 @@ def test_a_rank_that_stands_still_is_named(stage: Stage, kind: str) -> None:
             with session as update:
                 first, rest = halves(tensors)
                 put(update, tensors, first)
-                os.kill(pid, signal.SIGSTOP)
+                stand_still(pid)
                 put(update, tensors, rest)
                 update.seal()
         except LiveweightsError as error:
