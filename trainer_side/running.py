@@ -38,7 +38,7 @@ class Link(Protocol):
 
 
 class RunningUpdate:
-    """One update, once begun. `on_end` is called from another thread as soon as it is known to have ended.
+    """One update, once begun. `on_end` is called from another thread as soon as it is known to have ended, once.
 
     `lease_s`: renewed three times within it; None: there is no lease.
     """
@@ -58,6 +58,7 @@ class RunningUpdate:
         self._changed = threading.Condition()
         self._state = state
         self._lost: LiveweightsError | None = None  # nobody can say any more how it ends
+        self._end_told = False
         self._closing = threading.Event()
         self._cut = Cut()
         self._threads = [threading.Thread(target=self._watch, name=f"liveweights-watch-{self.id}", daemon=True)]
@@ -173,13 +174,19 @@ class RunningUpdate:
             self._state = state
             self._changed.notify_all()
         if state.receipt is not None:
-            self._on_end(state.receipt.reason or state.receipt.outcome)
+            self._tell_end(state.receipt.reason or state.receipt.outcome)
+
+    def _tell_end(self, reason: str) -> None:
+        with self._changed:
+            told, self._end_told = self._end_told, True
+        if not told:
+            self._on_end(reason)
 
     def _lose(self, error: LiveweightsError) -> None:
         with self._changed:
             self._lost = self._lost or error
             self._changed.notify_all()
-        self._on_end(error.code)
+        self._tell_end(error.code)
 
     def _lose_unless_told(self, error: LiveweightsError) -> None:
         """The events may yet bring the receipt."""
@@ -200,12 +207,12 @@ class RunningUpdate:
                 renewed = asked
             except Unavailable as error:
                 if time.monotonic() - renewed >= lease_s:
-                    self._on_end("lease_expired")
+                    self._tell_end("lease_expired")
                     self._lose_unless_told(error)
                     return
             except LiveweightsError as error:
                 # It has ended; the events bring the receipt, and the stream stops now.
-                self._on_end(error.code)
+                self._tell_end(error.code)
                 return
 
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Condition, Event, Thread
+from threading import Condition, Event, Lock, Thread
 from typing import Any
 
 import torch
@@ -174,7 +174,7 @@ class RecordingSender:
     """A `StreamSender` to nobody: it keeps every byte, and goes wrong where it is told to.
 
     `fail`: raised when the bucket of this number is sent. `block`: the bucket whose sending lasts until somebody
-    aborts; `blocked` is set meanwhile.
+    aborts; `blocked` is set meanwhile. As with any sender, an abort with nothing under way voids the offer before it.
     """
 
     kind = "broadcast"
@@ -193,10 +193,15 @@ class RecordingSender:
         self.most_held = 0  # bytes of buffers that were out at once
         self.closed = False
         self._held: dict[int, torch.Tensor] = {}
+        self._under_way = False
+        self._lock = Lock()
 
     def open(self, offer: StreamOffer, plan: StreamPlan, deadline_s: float) -> None:
-        self.offer, self.plan = offer, plan
-        self._stop.clear()
+        with self._lock:
+            if offer.session != self.session:
+                raise Aborted(Failure("client_abort", "the session of this offer has been ended"))
+            self.offer, self.plan, self._under_way = offer, plan, True
+            self._stop.clear()
 
     def buffer(self, bucket: Bucket, deadline_s: float) -> torch.Tensor:
         self._held[bucket.index] = torch.zeros(bucket.nbytes, dtype=torch.uint8)
@@ -220,12 +225,16 @@ class RecordingSender:
     def finish(self, deadline_s: float, *, normal: bool) -> None:
         self.ends.append(normal)
         self._held.clear()
+        self._under_way = False
         if not normal:
             self.session = f"s{len(self.ends)}"
 
     def abort(self, reason: str) -> None:
-        self.aborts.append(reason)
-        self._stop.set()
+        with self._lock:
+            self.aborts.append(reason)
+            if not self._under_way:
+                self.session = f"{self.session}.{len(self.aborts)}"
+            self._stop.set()
 
     def close(self) -> None:
         self.closed = True
