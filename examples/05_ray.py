@@ -24,6 +24,7 @@ from updater.ray_actor import start_coordinator, stop_coordinator
 from updater.settings import Settings
 
 NAMESPACE = "liveweights-example"
+WAIT_S = 300.0
 
 
 class Trainer:
@@ -55,13 +56,13 @@ def main(folder: str) -> int:
         )
         for name in ("one", "two")
     ]
-    ray.get([replica.ready.remote() for replica in replicas], timeout=120)
+    ray.get([replica.ready.remote() for replica in replicas], timeout=WAIT_S)
     trainer = ray.remote(Trainer).options(num_cpus=1).remote(coordinator, str(root / "pushed"))
     for number in (1, 2, 3):
-        receipt = ray.get(trainer.step.remote(number), timeout=120)
+        receipt = ray.get(trainer.step.remote(number), timeout=WAIT_S)
         print(f"{receipt['version']} {receipt['outcome']} in {receipt['update_ms']:.0f} ms, proof {receipt['proof']}")
     for replica in replicas:
-        reply = ray.get(replica.generate.remote([5, 6, 7, 8], max_tokens=4), timeout=60)["body"]
+        reply = ray.get(replica.generate.remote([5, 6, 7, 8], max_tokens=4), timeout=WAIT_S)["body"]
         print(f"answered {reply['liveweights']['version']} with {reply['choices'][0]['token_ids']}")
     ray.kill(trainer)
     for replica in replicas:

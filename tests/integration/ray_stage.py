@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -21,24 +21,34 @@ from engine_adapter.ray_replica import start_replica, stop_replica
 from engine_adapter.testing import Reference, fixture_config, make_toy_checkpoint, toy_tensors
 from engine_adapter.testing.fronts import PROMPT, toy_settings
 from trainer_side.ray import RayClient, push_ray
-from updater.core.errors import LiveweightsError
+from updater.core.errors import LiveweightsError, Unavailable
 from updater.ray_actor import start_coordinator, stop_coordinator
 from updater.schemas import Receipt
 from updater.settings import Deadlines, Settings
 
-HANG_S = 120.0  # only a hang reaches it
+HANG_S = 300.0  # only a hang reaches it
 STORE_BYTES = 80 << 20
 TOKENS = 6
-DEADLINES = Deadlines(probe_every_s=0.5, status_s=5.0, lost_after=2, retry_first_s=0.02, shutdown_s=10.0)
+#: Nobody here is lost for being slow to answer: who dies is known by its end.
+DEADLINES = Deadlines(probe_every_s=0.5, status_s=60.0, lost_after=2, retry_first_s=0.02, shutdown_s=10.0)
+#: Ray's own: limits that only a hang reaches, and no death of an actor by whatever else goes on on this machine.
+RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # by default any other busy process takes nearly all of the time from an actor
+    "RAY_memory_monitor_refresh_ms": "0",  # nobody is killed because the machine's memory is nearly full
+    "RAY_local_fs_capacity_threshold": "1",  # nor refused because its disk is
+    "RAY_gcs_server_port_wait_time_s": f"{HANG_S:.0f}",
+    "RAY_raylet_start_wait_time_s": "60",  # where a node has died it is waited for as long
+    "RAY_worker_register_timeout_seconds": f"{HANG_S:.0f}",
+    "RAY_agent_register_timeout_ms": f"{1000 * HANG_S:.0f}",
+}
 
 
 class Nodes:
     """The nodes of one cluster."""
 
     def __init__(self) -> None:
-        # A dead node is given up after five seconds instead of fifteen.
         self._cluster = Cluster()
-        self._first: dict[str, Any] = {"include_dashboard": False, "_system_config": {"health_check_period_ms": 1000}}
 
     @property
     def address(self) -> str:
@@ -46,9 +56,25 @@ class Nodes:
         return address
 
     def add(self, resource: str) -> None:
-        """One more node, with eight of `resource`."""
-        first, self._first = self._first, {}
-        self._cluster.add_node(num_cpus=8, resources={resource: 8.0}, object_store_memory=STORE_BYTES, **first)
+        """One more node, with eight of `resource`. Ray itself gives a node half a minute to start and its agents a
+        quarter, which no setting changes: on a busy machine it may take another try.
+        """
+        until(lambda: self._added(resource))
+
+    def _added(self, resource: str) -> bool:
+        wanted: dict[str, Any] = {"num_cpus": 8, "resources": {resource: 8.0}, "object_store_memory": STORE_BYTES}
+        if self._cluster.head_node is None:
+            # A dead node is given up after five seconds instead of fifteen.
+            wanted |= {"include_dashboard": False, "_system_config": {"health_check_period_ms": 1000}}
+        before = children(recursive=False)
+        try:
+            self._cluster.add_node(**wanted, no_monitor=True, include_log_monitor=False)  # nobody reads what these say
+        except Exception as error:  # as plain as Ray raises it
+            logging.warning("a node did not start: %s", error)
+            for process in children(recursive=False) - before:
+                end_tree(process)
+            return False
+        return True
 
     def kill(self, node_id: str) -> None:
         """As if its power were cut."""
@@ -63,19 +89,22 @@ class Nodes:
 def two_nodes() -> Iterator[Nodes]:
     """Nodes with the resources `left` and `right`. On return no process of the cluster is left."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        for name, value in RAY.items():
+            patch.setenv(name, value)
         patch.delenv("RAY_ADDRESS", raising=False)
-        before, nodes = set(psutil.Process().children(recursive=True)), Nodes()
+        before, nodes = children(), Nodes()
         try:
             nodes.add("left")
             nodes.add("right")
             ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
             yield nodes
         finally:
-            started = set(psutil.Process().children(recursive=True)) - before
+            started = children() - before
             ray.shutdown()
             nodes.close()
-            _, left = psutil.wait_procs(started, timeout=30)
+            end = time.monotonic() + HANG_S
+            while (left := [process for process in started if runs(process.pid)]) and time.monotonic() < end:
+                psutil.wait_procs(left, timeout=0.1)
             for process in left:
                 process.kill()
         assert left == []
@@ -127,11 +156,29 @@ class Fleet:
     def ended(self, update: str) -> Receipt:
         """Its receipt, however it ended and whoever coordinates by then."""
         receipts: list[Receipt] = []
-        until(lambda: receipts.extend(filter(None, [self.client.status(update).receipt])) or bool(receipts))
+
+        def told() -> bool:
+            try:
+                receipts.extend(filter(None, [self.client.status(update).receipt]))
+            except Unavailable:  # who coordinates next is still starting, for longer than a client waits
+                return False
+            return bool(receipts)
+
+        until(told)
         return receipts[0]
+
+    def manual(self, path: Path) -> str:
+        """The id of an update that waits for its commit, also where that comes late."""
+        policy = {"commit": "manual"}
+        body = {"path": str(path), "version": self.next(), "policy": policy, "lease_s": HANG_S}
+        return str(self.client.begin(body).id)
 
     def phase(self, update: str, phase: str) -> None:
         until(lambda: self.client.status(update).phase == phase)
+
+    def open(self) -> None:
+        """Until the coordinator knows that everybody serves: a front opens before its word of that has come back."""
+        until(lambda: {member.state for member in self.client.fleet().members} == {"open"})
 
 
 @contextmanager
@@ -146,8 +193,8 @@ def ray_fleet(home: Path, namespace: str) -> Iterator[Fleet]:
     finally:
         fleet.client.close()
         for replica in fleet.replicas.values():
-            stop_replica(replica)
-        stop_coordinator(coordinator)
+            stop_replica(replica, HANG_S)
+        stop_coordinator(coordinator, HANG_S)
 
 
 class Trainer:
@@ -188,6 +235,35 @@ def ask_again(call: Callable[[], Any]) -> Mapping[str, Any]:
     until(answered)
     success: Mapping[str, Any] = answers[-1]
     return success
+
+
+def children(recursive: bool = True) -> set[psutil.Process]:
+    """Of this process, and theirs."""
+    return set(psutil.Process().children(recursive=recursive))
+
+
+def end_tree(process: psutil.Process) -> None:
+    """With everything that it started."""
+    tree = [process]
+    with suppress(psutil.NoSuchProcess):
+        tree += process.children(recursive=True)
+    for each in tree:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(tree, timeout=HANG_S)
+
+
+def runs(pid: int) -> bool:
+    """Whether it has not ended. One that nobody has collected has: not every machine's first process collects."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(pids: Iterable[int]) -> bool:
+    """Whether all of these have ended."""
+    return not any(runs(pid) for pid in pids)
 
 
 def until(reached: Callable[[], bool]) -> None:
