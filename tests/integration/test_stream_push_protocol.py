@@ -89,7 +89,7 @@ def play(folder: Path, story: Callable[[Streams], Awaitable[None]], **settings: 
             await streams.service.http.aclose()
             await streams.service.coordinator.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 240))
 
 
 def test_the_offer_is_there_from_staging_on_and_gone_at_the_end(tmp_path: Path) -> None:
