@@ -7,7 +7,6 @@ clients and the coordinator say to them goes over sockets.
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -26,6 +25,7 @@ from engine_adapter.testing.fronts import toy_settings
 from updater import wire
 from updater.coordinator.coordinator import Coordinator
 from updater.core.participant import FrontStatus
+from updater.demo.processes import free_port
 from updater.service.app import create_app
 from updater.service.server import bind
 from updater.settings import Deadlines, Settings
@@ -222,13 +222,6 @@ def live_fleet(home: Path, status_s: float = 10.0) -> Iterator[LiveFleet]:
         yield fleet
     finally:
         fleet.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 __all__ = ["HANG_S", "PROMPT", "TOKENS", "LiveFleet", "View", "free_port", "live_fleet"]

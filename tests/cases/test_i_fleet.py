@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -35,6 +36,7 @@ from engine_adapter.testing import (
     toy_tensors,
     write_shards,
 )
+from engine_adapter.testing.pace import steps_held
 from tests.cases.live_fleet import HANG_S, PROMPT, TOKENS, LiveFleet, View, free_port, live_fleet
 from transports.manifests import write_manifest
 from transports.testing import HandMadeFile, shard_name
@@ -123,7 +125,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     good = tuple(make_toy_checkpoint(home / f"good-{seed}", "M2", seed=seed, shards=2) for seed in (8, 9))
     with live_fleet(home) as fleet:
         for name, size in SIZES.items():
-            fleet.begin(name, start, size)
+            os.mkfifo(home / f"pace-{name}")
+            fleet.begin(name, start, size, options={"pace": str(home / f"pace-{name}")})
         for name in SIZES:
             fleet.admitted(name)
         made = Stage(fleet, home, (good[0], good[1]))
@@ -332,11 +335,19 @@ CASES = (
 )
 
 
+def settled(fleet: LiveFleet) -> View:
+    """A thread that has ended is counted among a rank's for a moment longer."""
+    view = fleet.view()
+    while (again := fleet.view()) != view:
+        view = again
+    return view
+
+
 def refused(stage: Stage, before: View, kept: str | None, answer: httpx.Response, status: int = 422) -> dict[str, Any]:
     """The fleet is as it was; the problem document. `kept`: the version to go back to before."""
     document: dict[str, Any] = answer.json()
     assert answer.status_code == status, document
-    assert stage.fleet.view() == before
+    assert settled(stage.fleet) == before
     back = stage.fleet.get("/v1/version")["rollback_to"]
     assert back == (kept if document["outcome"] == "rejected" else None)
     assert document["live_version"] == before.version["version"]
@@ -356,7 +367,7 @@ def test_REFUSED(stage: Stage, tmp_path: Path, case: Case) -> None:
     fleet, folder = stage.fleet, stage.home / f"bad-{case.name}"
     make_toy_checkpoint(folder, "M2", seed=11, shards=2)
     case.spoil(folder)
-    before, kept = fleet.view(), fleet.get("/v1/version")["rollback_to"]
+    before, kept = settled(fleet), fleet.get("/v1/version")["rollback_to"]
     as_before(before)
     document = refused(stage, before, kept, fleet.push(folder, stage.step, id=case.name))
     assert (document["code"], document["outcome"]) == (case.code, case.outcome)
@@ -374,7 +385,7 @@ def test_REFUSED(stage: Stage, tmp_path: Path, case: Case) -> None:
 
 def test_B137_an_adapter_is_refused_and_changes_nothing(stage: Stage) -> None:
     fleet, path = stage.fleet, stage.next_good()
-    before, kept = fleet.view(), fleet.get("/v1/version")["rollback_to"]
+    before, kept = settled(fleet), fleet.get("/v1/version")["rollback_to"]
     as_before(before)
     document = refused(stage, before, kept, fleet.push(path, stage.step, id="B137", adapter="x"))
     assert (document["code"], document["outcome"], document["retryable"]) == ("adapter_unsupported", "rejected", False)
@@ -412,27 +423,40 @@ def streaming(stage: Stage, name: str, tokens: int) -> Iterator[Iterator[dict[st
 
 def test_B134_frozen_requests_need_a_mode_that_no_later_request_can_hit(stage: Stage) -> None:
     fleet = stage.fleet
-    before, kept = fleet.view(), fleet.get("/v1/version")["rollback_to"]
+    before, kept = settled(fleet), fleet.get("/v1/version")["rollback_to"]
     path, old = stage.next_good(), before.version["version"]
     refusal = fleet.push(path, stage.step, id="B134", policy={"in_flight": "keep", "cache": "reset"})
     assert refused(stage, before, kept, refusal)["code"] == "mode_unsupported"
     keep: dict[str, Any] = {
         "id": "B134-keep",
         "policy": {"in_flight": "keep", "cache": "namespace", "commit": "manual"},
+        "lease_s": HANG_S,
     }
     assert fleet.push(path, stage.step, wait=False, **keep).status_code == 202
     fleet.until(lambda: phase(fleet, "B134-keep") == "ready")
-    with streaming(stage, "two", 400) as chunks:
-        next(chunks)
-        assert fleet.post("/v1/updates/B134-keep/commit").status_code == 202
-        new = stage.accepted(path, fleet.push(path, stage.step, **keep))["version"]
-        later = fleet.complete(fleet.replicas["two"].url).json()  # shares the whole prompt with the frozen one
-        rest = list(chunks)
+    url = fleet.replicas["two"].url
+
+    def shut() -> bool:
+        allow(1)  # the step in which the pause finds the engine must end
+        status = fleet.front(url)
+        return status.state not in (FrontState.OPEN, FrontState.CLOSING) or status.live_version != old
+
+    with ExitStack() as slowly:
+        allow = slowly.enter_context(steps_held(stage.home / "pace-two"))
+        allow(2)
+        with streaming(stage, "two", 1000) as chunks:
+            next(chunks)
+            assert fleet.post("/v1/updates/B134-keep/commit").status_code == 202
+            fleet.until(shut)
+            slowly.close()
+            new = stage.accepted(path, fleet.push(path, stage.step, **keep))["version"]
+            later = fleet.complete(url).json()  # shares the whole prompt with the frozen one
+            rest = list(chunks)
     assert later["choices"][0]["token_ids"] == reference(path)
     assert [span["version"] for span in later["liveweights"]["spans"]] == [new]
     told = next(chunk["liveweights"] for chunk in reversed(rest) if "liveweights" in chunk)
     assert [span["version"] for span in told["spans"]] == [old, new]
-    assert fleet.complete(fleet.replicas["two"].url).json()["choices"][0]["token_ids"] == reference(path)
+    assert fleet.complete(url).json()["choices"][0]["token_ids"] == reference(path)
     stage.publish()
 
 
@@ -443,7 +467,7 @@ def test_B142_an_engine_that_cannot_reset_its_cache_says_so_and_is_believed(stag
     fleet.begin("no-reset", model, factory="tests.cases.no_reset_engine:build")
     try:
         fleet.admitted("no-reset")
-        before, kept = fleet.view(), fleet.get("/v1/version")["rollback_to"]
+        before, kept = settled(fleet), fleet.get("/v1/version")["rollback_to"]
         as_before(before)
         for in_flight in ("drain", "abort", "recompute"):
             policy = {"in_flight": in_flight, "cache": "reset"}
@@ -479,7 +503,7 @@ def test_B148_B174_an_install_that_fails_half_way_is_taken_back_without_the_sour
     fleet.begin("faulty", stage.copy(home), options={"fault": half_way(stage)})
     try:
         fleet.admitted("faulty")
-        before = fleet.view()
+        before = settled(fleet)
         as_before(before)
         shutil.rmtree(home)
         document = refused(stage, before, None, fleet.push(other, stage.step, id="B148"), status=424)
@@ -494,7 +518,7 @@ def test_B148_B174_an_install_that_fails_half_way_is_taken_back_without_the_sour
 def test_B150_a_repeat_in_the_middle_joins_and_one_after_the_end_gets_the_receipt(stage: Stage) -> None:
     fleet, once = stage.fleet, stage.publish()["bytes_read"]
     path = stage.next_good()
-    body: dict[str, Any] = {"id": "B150", "policy": {"commit": "manual"}}
+    body: dict[str, Any] = {"id": "B150", "policy": {"commit": "manual"}, "lease_s": HANG_S}
     with ThreadPoolExecutor(2) as waiters:
         first = waiters.submit(stage.fleet.push, path, stage.step, **body)
         fleet.until(lambda: phase(fleet, "B150") == "ready")
@@ -511,10 +535,10 @@ def test_B150_a_repeat_in_the_middle_joins_and_one_after_the_end_gets_the_receip
     assert answers[1].json() == receipt
     assert receipt["serial"] == again.json()["serial"]
     assert receipt["bytes_read"] == once
-    after = fleet.view()
+    after = settled(fleet)
     late = fleet.push(path, stage.step - 1, **body)
     assert (late.status_code, late.json()) == (200, receipt)
-    assert fleet.view() == after
+    assert settled(fleet) == after
     assert [each["id"] for each in fleet.get("/v1/history")["receipts"]].count("B150") == 1
 
 
@@ -523,13 +547,13 @@ def test_B150_a_failed_update_asked_for_again_gets_its_failure_and_another_begin
     folder = stage.copy(stage.next_good())
     rewrite(folder, with_nan(tensors_of(folder)))
     first = fleet.push(folder, stage.step, id="B150-nan")
-    before = fleet.view()
+    before = settled(fleet)
     assert (first.status_code, first.json()["code"]) == (422, "tensor_nonfinite")
     shutil.rmtree(folder)
     shutil.copytree(stage.next_good(), folder)  # repaired under the same path
     repeat = fleet.push(folder, stage.step, id="B150-nan")
     assert repeat.json()["receipt"] == first.json()["receipt"]
-    assert fleet.view() == before
+    assert settled(fleet) == before
     assert stage.publish(path=folder, id="B150-repaired")["bytes_read"] == once
 
 
@@ -559,12 +583,13 @@ def test_B168_the_version_is_told_by_everybody_from_the_commit_on_and_by_nobody_
     fleet, path, new = stage.fleet, stage.next_good(), f"0-{stage.step}"
     old = fleet.get("/v1/version")["version"]
     assert labels(stage) == {old}
-    begun = fleet.push(path, stage.step, wait=False, policy={"commit": "manual"})
+    manual: dict[str, Any] = {"policy": {"commit": "manual"}, "lease_s": HANG_S}
+    begun = fleet.push(path, stage.step, wait=False, **manual)
     assert begun.status_code == 202
     fleet.until(lambda: phase(fleet, new) == "ready")
     assert labels(stage) == {old}
     assert fleet.post(f"/v1/updates/{new}/commit").status_code == 202
-    stage.accepted(path, fleet.push(path, stage.step, policy={"commit": "manual"}))
+    stage.accepted(path, fleet.push(path, stage.step, **manual))
     assert labels(stage) == {new}
     back = fleet.post("/v1/rollback", {"target": old, "expected_live": new}, wait=True)
     assert back.status_code == 200, back.text

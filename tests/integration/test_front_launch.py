@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,18 +17,12 @@ import pytest
 import torch
 
 from engine_adapter.testing import Reference, make_toy_checkpoint
+from updater.demo.processes import free_port
 
 pytestmark = pytest.mark.engine
 
 PROMPT = [5, 6, 7, 8, 9, 10]
-START_S, STOP_S = 120.0, 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+START_S, STOP_S = 200.0, 120.0
 
 
 @contextmanager
@@ -49,7 +42,7 @@ def program(log: Path, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
 
 def until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     end = time.monotonic() + START_S
-    with httpx.Client(base_url=url, trust_env=False, timeout=5.0) as client:
+    with httpx.Client(base_url=url, trust_env=False, timeout=30.0) as client:
         while time.monotonic() < end:
             assert process.poll() is None, log.read_text()
             try:
@@ -63,7 +56,7 @@ def until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 def complete(url: str) -> dict[str, Any]:
     body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
-    answer: dict[str, Any] = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0, trust_env=False).json()
+    answer: dict[str, Any] = httpx.post(f"{url}/v1/completions", json=body, timeout=200.0, trust_env=False).json()
     return answer
 
 
@@ -86,7 +79,7 @@ def test_a_replica_joins_serves_catches_up_and_leaves(tmp_path: Path) -> None:
     start = ("engine", "--engine", "toy", "--model", old, "--tp", 2, "--port", engine.rsplit(":", 1)[1])
     start = (*start, "--coordinator", hub, "--root", roots, "--replica", "r0")
 
-    with program(log, *serve) as coordinator, httpx.Client(base_url=hub, timeout=90.0, trust_env=False) as client:
+    with program(log, *serve) as coordinator, httpx.Client(base_url=hub, timeout=200.0, trust_env=False) as client:
         with program(log, *start) as replica:
             until_ready(engine, replica, log)
             ranks = psutil.Process(replica.pid).children()
@@ -131,15 +124,15 @@ def test_a_quarantined_replica_is_readmitted_by_its_operator(tmp_path: Path) -> 
     start = ("engine", "--engine", "toy", "--model", old, "--tp", 2, "--port", engine.rsplit(":", 1)[1])
     start = (*start, "--coordinator", hub, "--root", roots, "--replica", "r0", "--option", fault)
 
-    with program(log, *serve), httpx.Client(base_url=hub, timeout=90.0, trust_env=False) as client:
+    with program(log, *serve), httpx.Client(base_url=hub, timeout=200.0, trust_env=False) as client:
         with program(log, *start) as replica:
             until_ready(engine, replica, log)
             receipt = client.post("/v1/updates", params={"wait": "true"}, json={"path": str(new), "version": 1})
             assert receipt.json()["outcome"] == "rolled_back", receipt.text
-            assert httpx.get(f"{engine}/readyz", trust_env=False).status_code == 503
-            assert httpx.get(f"{engine}/healthz", trust_env=False).json()["state"] == "quarantined"
+            assert client.get(f"{engine}/readyz").status_code == 503
+            assert client.get(f"{engine}/healthz").json()["state"] == "quarantined"
             with program(log, "readmit", engine) as operator:
-                assert operator.wait(60) == 0, log.read_text()
+                assert operator.wait(START_S) == 0, log.read_text()
             until_ready(engine, replica, log)
             answer = complete(engine)
             assert (answer["choices"][0]["token_ids"], answer["liveweights"]["version"]) == (expected["old"], "start")

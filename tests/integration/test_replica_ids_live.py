@@ -16,6 +16,7 @@ import torch
 from engine_adapter.testing import make_toy_checkpoint
 from tests.cases import replica_program
 from tests.cases.live_fleet import HANG_S, LiveFleet, free_port, live_fleet
+from tests.standing import stand_still
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -85,9 +86,9 @@ def test_a_refused_namesake_that_stops_leaves_the_member_in_the_fleet(tmp_path: 
 def test_a_process_that_was_replaced_while_it_stood_still_shuts_itself(tmp_path: Path) -> None:
     old, new = make_toy_checkpoint(tmp_path / "old", seed=7), make_toy_checkpoint(tmp_path / "new", seed=8)
     first, second = free_port(), free_port()
-    with live_fleet(tmp_path, status_s=3.0) as fleet, process(fleet, old, first) as sleeper:
+    with live_fleet(tmp_path, status_s=6.0) as fleet, process(fleet, old, first) as sleeper:
         fleet.until(says(fleet, first, 200))
-        sleeper.send_signal(signal.SIGSTOP)
+        stand_still(sleeper.pid)
         with process(fleet, old, second):
             fleet.until(says(fleet, second, 200))
             assert fleet.push(new, 1).status_code == 200
