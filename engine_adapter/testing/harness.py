@@ -45,7 +45,7 @@ from updater.core.participant import DiskOffer
 from updater.core.policy import CachePolicy, InstallMode
 from updater.core.version import START
 
-_DEADLINE_S = 60.0
+_DEADLINE_S = 120.0  # only a hang reaches it
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Replica:
     ) -> None:
         self._runner = asyncio.Runner()
         self._logs = Path(tempfile.mkdtemp(prefix="liveweights-contract-"))
-        self._settings = PoolSettings(factory, str(model), size, dict(options or {}), self._logs)
+        self._settings = PoolSettings(factory, str(model), size, dict(options or {}), self._logs, 2 * _DEADLINE_S)
         self._pool = RankPool(self._settings, on_tokens=self._on_tokens, on_death=self._on_death)
         self._serials, self._ids = itertools.count(1), itertools.count(1)
         self._news = asyncio.Event()
@@ -162,7 +162,7 @@ class Replica:
             raise Aborted(*combined.failures)
         return Staged(serial, combined.observed, tuple(plans), tuple(votes), combined)
 
-    def pause(self, serial: int, deadline_s: float = 10.0) -> list[RankPauseReply]:
+    def pause(self, serial: int, deadline_s: float = _DEADLINE_S) -> list[RankPauseReply]:
         return self.call("pause", RankPause(serial, deadline_s))
 
     def install(
@@ -183,7 +183,7 @@ class Replica:
     def restore(self, serial: int) -> None:
         self.call("restore", RankRestore(serial, 1, self.version, self.digest))
 
-    def resume(self, serial: int, deadline_s: float = 10.0) -> None:
+    def resume(self, serial: int, deadline_s: float = _DEADLINE_S) -> None:
         self.call("resume", RankResume(serial, deadline_s))
 
     def discard(self, serial: int) -> None:

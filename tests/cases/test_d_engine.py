@@ -61,10 +61,10 @@ def test_B074_three_chunks_show_nothing_before_the_end_and_finalise_once(tmp_pat
 
         serial, plans = replica.plan(eight)
         nothing_shows()
-        replica.call("stage", RankStage(serial, 30.0))
+        replica.call("stage", RankStage(serial, 60.0))
         nothing_shows()
         cuts = make_cuts(plans[0].tensors, [plan.boxes for plan in plans])
-        replica.call("verify", RankVerify(serial, cuts, 30.0))
+        replica.call("verify", RankVerify(serial, cuts, 60.0))
         nothing_shows()
         replica.switch(serial, "0-8", "digest of eight", InstallMode.FLIP, CachePolicy.RESET)
         assert replica.digests() == [expected_digests(eight, 0, 1, ToyOptions(kernel="packed"))]
@@ -80,19 +80,19 @@ def test_B084_buffers_outside_the_parameters_come_back_after_a_sleep(tmp_path: P
     events: queue.Queue[TokenEvent] = queue.Queue()
     engine.start(events.put)
     try:
-        agent.handle("pause", RankPause(0, 10.0))
+        agent.handle("pause", RankPause(0, 60.0))
         engine.sleep()
         if woken:
             engine.wake()
         plan = agent.handle("plan", RankPlan(1, DiskOffer(str(eight)), (str(eight),), ""))
-        agent.handle("stage", RankStage(1, 30.0))
-        agent.handle("verify", RankVerify(1, make_cuts(plan.tensors, [plan.boxes]), 30.0))
-        agent.handle("pause", RankPause(1, 10.0))
+        agent.handle("stage", RankStage(1, 60.0))
+        agent.handle("verify", RankVerify(1, make_cuts(plan.tensors, [plan.boxes]), 60.0))
+        agent.handle("pause", RankPause(1, 60.0))
         agent.handle("install", RankInstall(1, 1, InstallMode.EXCHANGE, "0-8", "d8", CachePolicy.RESET))
         agent.handle("invalidate", RankInvalidate(1, 1, CachePolicy.RESET))
-        agent.handle("resume", RankResume(1, 10.0))
+        agent.handle("resume", RankResume(1, 60.0))
         engine.submit(GenerateRequest("a", PROMPT, 8))
-        tokens = [token for _ in range(8) for token in events.get(timeout=30).tokens]
+        tokens = [token for _ in range(8) for token in events.get(timeout=60).tokens]
     finally:
-        engine.stop(10.0)
+        engine.stop(60.0)
     assert (tuple(tokens) == reference_generate(eight, PROMPT, 8)) is woken
