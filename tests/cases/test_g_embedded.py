@@ -71,12 +71,9 @@ def test_B134_frozen_requests_are_refused_and_restarted_ones_leave_no_old_keys(
 def test_B133_B139_recompute_aborts_none_of_four_and_each_token_has_its_version(
     replica: Replica, models: tuple[Path, ...]
 ) -> None:
-    ids = [replica.submit(prompt, COUNT) for prompt in PROMPTS]
-    for request in ids:
-        replica.wait(request, tokens=2)
     serial = replica.next_serial()
     replica.stage(models[1], serial)
-    replica.pause(serial)
+    ids = replica.paused_in_the_middle(PROMPTS, COUNT, serial)
     assert replica.install(serial, "0-8") == {"kv_blocks": True}
     replica.resume(serial)
     for request, prompt in zip(ids, PROMPTS, strict=True):
@@ -92,9 +89,10 @@ def test_B133_B139_recompute_aborts_none_of_four_and_each_token_has_its_version(
 def test_B133_a_cancelled_request_does_not_keep_the_cache_from_being_reset(
     replica: Replica, models: tuple[Path, ...]
 ) -> None:
-    ids = [replica.submit(prompt, 900) for prompt in PROMPTS]
-    replica.wait(ids[-1], tokens=2)
+    serial = replica.next_serial()
+    ids = replica.paused_in_the_middle(PROMPTS, COUNT, serial)
     for request in ids:
         replica.cancel(request)
+    replica.resume(serial)
     assert {replica.wait(request).reason for request in ids} == {"abort"}
     assert replica.update(models[1], "0-8") == {"kv_blocks": True}

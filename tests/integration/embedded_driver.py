@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,8 @@ class Replica:
         self._news = asyncio.Condition()
         self._ids, self._serials = itertools.count(), itertools.count(1)
         self._runner = asyncio.Runner()
-        settings = PoolSettings(FACTORY, str(model), size, {"threads": 1, "num_blocks": 128, **options})
+        options = {"threads": 1, "num_blocks": 128, "start_s": 2 * HANG_S, **options}
+        settings = PoolSettings(FACTORY, str(model), size, options, start_s=2 * HANG_S)
         self.pool = RankPool(settings, on_tokens=self._hear, on_death=self.deaths.append)
         self._roots = (str(model.parent),)
         try:
@@ -130,6 +131,24 @@ class Replica:
 
     def generate(self, prompt: Iterable[int], count: int, **more: Any) -> Reply:
         return self.wait(self.submit(prompt, count, **more))
+
+    def paused_in_the_middle(self, prompts: Iterable[Sequence[int]], count: int, serial: int) -> list[str]:
+        """Requests that all have tokens, and more to come, when every rank stands still for `serial`.
+
+        Which step a pause finds depends on how busy the machine is: where one had as good as ended, all are asked
+        again. What a rank has made is heard before its answer to the pause, so nothing is taken for unfinished.
+        """
+        asked = list(prompts)
+        while True:
+            ids = [self.submit(prompt, count) for prompt in asked]
+            for request_id in ids:
+                self.wait(request_id, tokens=4)
+            self.pause(serial)
+            if all(len(self.replies[request_id].tokens) < count - 8 for request_id in ids):
+                return ids
+            self.resume(serial)
+            for request_id in ids:
+                self.wait(request_id)
 
     # updates
 

@@ -59,7 +59,7 @@ class Served:
 def served(tmp_path: Path) -> Iterator[Served]:
     made = Served(make_model(tmp_path / "model", ModelShape(tied=True)))
     yield made
-    made.engine.stop(10.0)
+    made.engine.stop(HANG_S)
 
 
 def test_the_forward_reads_what_rebind_bound_and_ties_follow(served: Served, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_sampling_is_an_option_and_greedy_stays_greedy_beside_it(tmp_path: Path)
     assert made.generate(temperature=50.0) != expected
     with pytest.raises(LiveweightsError):
         made.generate(temperature=1.0, seed=1)
-    made.engine.stop(10.0)
+    made.engine.stop(HANG_S)
 
 
 @pytest.mark.parametrize("options", [{"num_block": 1}, {"num_blocks": "many"}, {"dtype": "int3"}])
@@ -177,7 +177,7 @@ def test_more_requests_than_the_cache_holds_still_end_right(tmp_path: Path) -> N
             open_requests.discard(event.request_id)
     for i in range(6):
         assert tuple(found[f"m{i}"]) == reference_tokens(model, PROMPT[i:], 60).tokens
-    made.engine.stop(10.0)
+    made.engine.stop(HANG_S)
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["per expert", "stacked"])

@@ -38,7 +38,7 @@ def models(served: tuple[int, ModelShape], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def shared(served: tuple[int, ModelShape], models: tuple[Path, ...]) -> Iterator[Replica]:
-    replica = Replica(models[0], served[0], pause_grace_s=1.0)
+    replica = Replica(models[0], served[0])
     yield replica
     replica.close()
 
@@ -121,12 +121,9 @@ def test_ranks_stop_at_one_step_and_nothing_moves_while_paused(replica: Replica,
 def test_recompute_continues_on_the_new_weights_from_clean_keys_and_values(
     replica: Replica, models: tuple[Path, ...]
 ) -> None:
-    ids = [replica.submit(prompt, 120) for prompt in PROMPTS]
-    for request_id in ids:
-        replica.wait(request_id, tokens=4)
     serial = replica.next_serial()
     replica.stage(models[1], serial)
-    replica.pause(serial)
+    ids = replica.paused_in_the_middle(PROMPTS, 120, serial)
     cut = [len(replica.replies[request_id].tokens) for request_id in ids]
     assert replica.install(serial, "0-2") == {"kv_blocks": True}
     replica.resume(serial)
@@ -146,10 +143,11 @@ def test_recompute_continues_on_the_new_weights_from_clean_keys_and_values(
 def test_aborted_requests_end_with_what_they_have(
     replica: Replica, models: tuple[Path, ...], cache: CachePolicy
 ) -> None:
-    ids = [replica.submit(prompt, 150) for prompt in PROMPTS]
-    replica.wait(ids[0], tokens=4)
+    serial = replica.next_serial()
+    ids = replica.paused_in_the_middle(PROMPTS, 150, serial)
     for request_id in ids:
         replica.cancel(request_id)
+    replica.resume(serial)
     for request_id, prompt in zip(ids, PROMPTS, strict=True):
         reply = replica.wait(request_id)
         assert reply.reason == "abort"
