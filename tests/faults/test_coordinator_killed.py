@@ -19,6 +19,7 @@ import pytest
 import uvicorn
 
 from updater.coordinator.clock import LoopClock
+from updater.demo.processes import free_port
 from updater.testing.fronts import SimulatedFront, digest_of, front_app
 
 PROGRAM = Path(__file__).with_name("coordinator_program.py")
@@ -96,10 +97,11 @@ class Process:
         (folder / "checkpoints").mkdir(exist_ok=True)
         command = [sys.executable, str(PROGRAM), str(folder / "state"), str(folder / "checkpoints"), str(port)]
         self._process = subprocess.Popen([*command, *when.split()])
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=GUARD_S, trust_env=False)
         until(self._alive)
 
     def _alive(self) -> bool:
+        assert self._process.poll() is None, "it ended by itself"
         with contextlib.suppress(httpx.HTTPError):
             return self.http.get("/healthz").status_code == 200
         return False
@@ -130,8 +132,7 @@ def until(holds: Callable[[], bool]) -> None:
 class World:
     def __init__(self, folder: Path) -> None:
         self.folder, self.fronts = folder, Fronts()
-        with listen() as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.lives: list[Process] = []
 
     def start(self, when: str = "") -> Process:
@@ -253,8 +254,7 @@ def test_a_second_coordinator_on_the_same_address_takes_nothing_over(world: Worl
 def test_paths_that_no_client_library_would_send_are_closed_too(tmp_path: Path) -> None:
     """B156 on the wire: with a token configured, nothing but the two exact paths answers without it."""
 
-    with listen() as free:
-        port = free.getsockname()[1]
+    port = free_port()
     program = (
         "import sys; from pathlib import Path; from updater.service.server import serve; "
         "from updater.settings import Settings; "
@@ -287,7 +287,7 @@ def test_paths_that_no_client_library_would_send_are_closed_too(tmp_path: Path) 
 def answers(port: int, path: str, headers: str = "") -> int:
     """The status of one raw request, 0 when nobody listens."""
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=GUARD_S) as connection:
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n{headers}Connection: close\r\n\r\n".encode())
             return int(connection.makefile("rb").readline().split()[1])
     except (OSError, IndexError):
