@@ -6,6 +6,7 @@ serves as before is asserted where there is a fleet.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -364,6 +365,7 @@ def rewrite(path: Path, part: dict[str, torch.Tensor]) -> None:
 
 
 def test_B019_a_shard_rewritten_in_place_after_it_was_read(v8: Path) -> None:
+    os.utime(v8 / shard_name(1, 2), ns=(1, 1))  # long ago: file systems count in ticks of several milliseconds
     with opened(v8) as source:
         staged = fetch(source)
         source.recheck()
@@ -562,6 +564,7 @@ def test_B029_a_thousand_mutated_headers(tmp_path: Path) -> None:
     header = 8 + int.from_bytes(good[:8], "little")
     dice = random.Random(29)
     path = tmp_path / "model.safetensors"
+    gc.collect()  # what earlier tests left behind must not be closed in between
     handles = len(os.listdir("/proc/self/fd"))
     outcomes = {"read": 0, "refused": 0}
     for _ in range(1000):
@@ -577,7 +580,7 @@ def test_B029_a_thousand_mutated_headers(tmp_path: Path) -> None:
         outcomes["refused" if caught else "read"] += 1
     assert outcomes["refused"] > 500
     assert outcomes["read"] > 10
-    assert len(os.listdir("/proc/self/fd")) == handles
+    assert len(os.listdir("/proc/self/fd")) <= handles
 
 
 def mutated(good: bytes, header: int, dice: random.Random) -> bytes:

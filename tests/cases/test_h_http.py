@@ -35,7 +35,7 @@ def run(folder: Path, scenario: Scenario, **settings: Any) -> None:
         async with LocalService(folder, **settings) as service:
             await scenario(service)
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def routes(service: LocalService) -> list[tuple[str, str]]:

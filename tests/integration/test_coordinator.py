@@ -26,7 +26,7 @@ def run(folder: Path, scenario: Scenario, **settings: object) -> None:
         async with LocalService(folder, **settings) as service:  # type: ignore[arg-type]
             await scenario(service)
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def code(answer: httpx.Response) -> str:
@@ -827,7 +827,7 @@ def test_the_end_of_the_service_leaves_no_half_update(tmp_path: Path, held: str,
         assert front.state.plan is None
         assert asyncio.all_tasks() == before
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_manifest_text_is_kept_under_its_own_hash(tmp_path: Path) -> None:

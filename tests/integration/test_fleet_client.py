@@ -42,7 +42,7 @@ def run(folder: Path, scenario: Callable[[LocalService, Wire], Awaitable[None]])
         async with LocalService(folder) as service:
             await scenario(service, Wire(service))
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 async def joined(asking: FleetClient, front: SimulatedFront) -> asyncio.Event:

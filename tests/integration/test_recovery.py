@@ -21,7 +21,7 @@ DEADLINES = Deadlines(shutdown_s=1.0, recover_s=1.0, status_s=1.0, retry_first_s
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        await asyncio.wait_for(main(), 30)
+        await asyncio.wait_for(main(), 120)
 
     asyncio.run(bounded())
 

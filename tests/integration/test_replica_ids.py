@@ -20,7 +20,7 @@ def run(folder: Path, scenario: Callable[[LocalService], Awaitable[None]]) -> No
         async with LocalService(folder) as service:
             await scenario(service)
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 async def ask(service: LocalService, front: SimulatedFront) -> tuple[int, str]:

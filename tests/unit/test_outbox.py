@@ -67,7 +67,7 @@ class Desk:
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_tried_again_with_growing_gaps_until_there_is_an_answer() -> None:

@@ -42,7 +42,7 @@ def test_a_long_staging_is_shown_and_a_status_without_one_says_nothing(tmp_path:
             assert [item for item in iter_all(told) if item and item[0] == "progress" and "done" in item[1]] == []
 
     async def bounded() -> None:
-        await asyncio.wait_for(main(), 60)
+        await asyncio.wait_for(main(), 120)
 
     asyncio.run(bounded())
 

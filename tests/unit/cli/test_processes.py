@@ -14,6 +14,8 @@ import pytest
 
 from updater.demo.processes import Child, Children, ProcessFailed, alive, free_port
 
+HANG_S = 120.0  # a guard
+
 
 def child(children: Children, code: str, port: int = 9) -> Child:
     """A process of ours that runs `code` instead of the command line."""
@@ -31,7 +33,7 @@ def test_a_process_that_ends_early_is_reported_with_its_log(tmp_path: Path) -> N
     children = Children(tmp_path)
     ended = child(children, "print('why it ended'); raise SystemExit(7)")
     with pytest.raises(ProcessFailed) as caught:
-        children.wait_ready(ended, deadline_s=30)
+        children.wait_ready(ended, deadline_s=HANG_S)
     assert caught.value.returncode == 7
     assert ended.tail() == "why it ended"
     assert children.stop() == []
@@ -47,7 +49,7 @@ def test_one_that_answers_is_ready_and_stopped_in_order(tmp_path: Path) -> None:
         f"HTTPServer(('127.0.0.1', {port}), H).serve_forever()\n"
     )
     running = child(children, server, port)
-    children.wait_ready(running, "/", deadline_s=30)
+    children.wait_ready(running, "/", deadline_s=HANG_S)
     assert children.stop() == []
     assert running.process.returncode == 0
 
@@ -56,10 +58,10 @@ def test_what_a_process_leaves_behind_is_found_and_ended(tmp_path: Path) -> None
     children = Children(tmp_path)
     grandchild = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])"
     left = child(children, grandchild)
-    left.process.wait(30)
+    left.process.wait(HANG_S)
     assert len(alive(left.process.pid)) == 1
     assert len(children.stop()) == 1
-    until = time.monotonic() + 30
+    until = time.monotonic() + HANG_S
     while alive(left.process.pid):
         assert time.monotonic() < until
 

@@ -59,7 +59,7 @@ def replica(tokens: Tokens | None = None) -> Iterator[Replica]:
             yield Replica(f"http://127.0.0.1:{listening.getsockname()[1]}", front, work)
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(120)
 
 
 def test_readmit_proves_and_joins() -> None:

@@ -98,7 +98,7 @@ class Play:
 def play(scene: Callable[[Play], Awaitable[None]]) -> None:
     async def run() -> None:
         one = Play()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await scene(one)
             await one.front.stop()
 

@@ -625,7 +625,7 @@ def test_an_install_does_not_wait_for_an_audit(what: str, mode: InstallMode) -> 
         if audits.is_set() and not meanwhile:
             meanwhile.append(threading.Thread(target=rank.install, args=(2, 1, mode)))
             meanwhile[0].start()
-            meanwhile[0].join(5.0)
+            meanwhile[0].join(20.0)  # one that waited for the audit would wait longer
         return 0.0
 
     rank = Rank(clock=clock)

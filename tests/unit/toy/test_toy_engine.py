@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +18,29 @@ from updater.core.errors import Rejected
 from updater.core.policy import CachePolicy, InFlight, Policy, conflict
 
 PROMPT = tuple(range(40, 57))
+HANG_S = 60.0  # a guard
 
 
 class Served:
-    """A started engine and the events that it emits."""
+    """A started engine and the events that it emits. While `going` is unset the step that emits one does not end."""
 
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
         self.engine: ToyEngine = build_toy(EngineSpec(0, 1, str(folder), "", options))
         self.events: queue.Queue[TokenEvent] = queue.Queue()
+        self.going = threading.Event()
+        self.going.set()
         self.engine.set_version("0-7", "d7", CachePolicy.RESET)
-        self.engine.start(self.events.put)
+        self.engine.start(self._emit)
+
+    def _emit(self, event: TokenEvent) -> None:
+        self.events.put(event)
+        self.going.wait(HANG_S)
 
     def submit(self, prompt: tuple[int, ...], tokens: int, name: str = "a") -> None:
         self.engine.submit(GenerateRequest(name, prompt, tokens))
 
     def next(self) -> TokenEvent:
-        return self.events.get(timeout=30)
+        return self.events.get(timeout=HANG_S)
 
     def rest(self) -> list[TokenEvent]:
         events = [self.next()]
@@ -61,7 +70,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield make
     for served in started:
-        served.engine.stop(10)
+        served.engine.stop(HANG_S)
 
 
 @pytest.fixture
@@ -101,22 +110,24 @@ def test_a_prompt_outside_the_vocabulary_is_refused_and_serving_goes_on(start: S
 
 
 def test_a_pause_that_cannot_be_reached_in_time_is_withdrawn(start: Start) -> None:
-    served = start(step_ms=300.0)
+    served = start()
+    served.going.clear()
     served.submit(PROMPT, 3)
     served.next()
     with pytest.raises(TimeoutError):
         served.engine.pause(0.01)
+    served.going.set()
     assert served.rest()[-1].finish_reason == "length"  # it was not paused, and did not pause later
-    assert served.engine.pause(5).step == 3
-    served.engine.unpause(5)
+    assert served.engine.pause(HANG_S).step == 3
+    served.engine.unpause(HANG_S)
 
 
 def test_what_is_submitted_while_paused_runs_afterwards(start: Start) -> None:
     served = start()
-    point = served.engine.pause(5)
+    point = served.engine.pause(HANG_S)
     served.submit(PROMPT, 4)
-    assert served.engine.pause(5) == point
-    served.engine.unpause(5)
+    assert served.engine.pause(HANG_S) == point
+    served.engine.unpause(HANG_S)
     assert len(tokens_of(served.rest())) == 4
 
 
@@ -129,9 +140,9 @@ def test_a_prompt_is_answered_from_the_cache_until_the_version_changes(
         served.submit(PROMPT, 2, name)
         events = served.rest()
     assert events[-1].cached_tokens == 16
-    served.engine.pause(5)
+    served.engine.pause(HANG_S)
     served.install(eight, "0-8", CachePolicy.RESET)  # no reset_cache: only a namespace can protect now
-    served.engine.unpause(5)
+    served.engine.unpause(HANG_S)
     served.submit(PROMPT, 8, "c")
     fresh = served.rest()
     assert fresh[-1].cached_tokens == (0 if namespaced else 16)
@@ -142,13 +153,19 @@ def test_a_prompt_is_answered_from_the_cache_until_the_version_changes(
 def test_a_kept_request_spans_two_versions_and_shares_none_of_its_blocks(
     start: Start, eight: Path, policy: CachePolicy
 ) -> None:
-    served = start(step_ms=20.0)
+    served = start()
+    served.going.clear()
     served.submit(PROMPT, 24, "spanning")
-    first = [served.next() for _ in range(2)]
-    served.engine.pause(5)
+    first = [served.next()]
+    with ThreadPoolExecutor(1) as other:
+        pausing = other.submit(served.engine.pause, HANG_S)
+        while not served.engine._gate.wanted:  # from then on the step that goes on is the last one
+            pass
+        served.going.set()
+        pausing.result(HANG_S)
     blocks = served.engine.cache.sizes()
     served.install(eight, "0-8", policy)
-    served.engine.unpause(5)
+    served.engine.unpause(HANG_S)
     events = first + served.rest()
     versions = [event.version for event in events]
     assert versions == sorted(versions)
@@ -179,12 +196,12 @@ def test_every_legal_cell_is_supported_and_namespaces_only_with_namespaced_keys(
 
 def test_buffers_that_no_checkpoint_holds_survive_a_sleep(start: Start, eight: Path) -> None:
     served = start()
-    served.engine.pause(5)
+    served.engine.pause(HANG_S)
     served.engine.sleep()
     served.engine.wake()
     served.install(eight, "0-8", CachePolicy.RESET)
     served.engine.reset_cache()
-    served.engine.unpause(5)
+    served.engine.unpause(HANG_S)
     served.submit(PROMPT, 8)
     assert tokens_of(served.rest()) == reference_generate(eight, PROMPT, 8)
 
@@ -194,7 +211,7 @@ def test_a_loop_that_fails_ends_its_requests_and_cannot_be_paused(start: Start) 
     served.submit(PROMPT, 8)
     assert served.rest()[-1].finish_reason == "error"
     with pytest.raises(InjectedFault):
-        served.engine.pause(5)
+        served.engine.pause(HANG_S)
 
 
 def test_options_may_come_as_text_and_unknown_ones_are_refused(start: Start, tmp_path: Path) -> None:
