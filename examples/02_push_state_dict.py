@@ -34,7 +34,7 @@ def main(model_folder: str, checkpoints: str, step: str, coordinator: str, repli
     print(f"{receipt.update_ms:.0f} ms, of which {pause:.1f} ms paused")
 
     asked = {"prompt": "The lighthouse keeper wrote: ", "max_tokens": 8}
-    reply = httpx.post(f"{replica}/v1/completions", json=asked, timeout=60.0).raise_for_status().json()
+    reply = httpx.post(f"{replica}/v1/completions", json=asked, timeout=300.0).raise_for_status().json()
     print(f"answered by {reply['liveweights']['version']}: {reply['choices'][0]['text']!r}")
     return 0
 

@@ -39,7 +39,7 @@ def main(model_folder: str, step: str, coordinator: str, replica: str) -> int:
 
 def _ask(replica: str) -> str:
     asked = {"prompt": "The lighthouse keeper wrote: ", "max_tokens": 8}
-    reply = httpx.post(f"{replica}/v1/completions", json=asked, timeout=60.0).raise_for_status().json()
+    reply = httpx.post(f"{replica}/v1/completions", json=asked, timeout=300.0).raise_for_status().json()
     return f"{reply['liveweights']['version']}: {reply['choices'][0]['text']!r}"
 
 

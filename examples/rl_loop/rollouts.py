@@ -10,6 +10,7 @@ import httpx
 
 from updater.core.version import Version
 
+REPLY_S = 300.0
 LOWER_CASE = frozenset(range(ord("a"), ord("z") + 1))
 
 
@@ -36,7 +37,7 @@ def sample(replica: str, prompts: Sequence[tuple[int, ...]], *, max_tokens: int,
 
 async def _sample(replica: str, prompts: Sequence[tuple[int, ...]], max_tokens: int, oldest: str) -> list[Rollout]:
     limits = httpx.Limits(max_connections=16)
-    async with httpx.AsyncClient(base_url=replica, timeout=60.0, limits=limits, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=replica, timeout=REPLY_S, limits=limits, trust_env=False) as http:
         return list(await asyncio.gather(*(_one(http, prompt, max_tokens, oldest) for prompt in prompts)))
 
 
@@ -58,5 +59,5 @@ async def _one(http: httpx.AsyncClient, prompt: tuple[int, ...], max_tokens: int
 def refuses(replica: str, min_version: str) -> bool:
     """Whether the replica turns a request down that wants a version which nobody has published."""
     body = {"prompt": [65], "max_tokens": 1, "liveweights": {"min_version": min_version}}
-    answer = httpx.post(f"{replica}/v1/completions", json=body, timeout=60.0, trust_env=False)
+    answer = httpx.post(f"{replica}/v1/completions", json=body, timeout=REPLY_S, trust_env=False)
     return answer.status_code == 409 and answer.json()["code"] == "version_not_served"
