@@ -25,6 +25,8 @@ from trainer_side.megatron import MegatronSource
 from trainer_side.megatron.testing import gpt_chunks, padded, without_cuda
 from updater.core.errors import LiveweightsError
 
+HANG_S = 600.0  # only a hang reaches it
+
 
 class Trained:
     """The local chunks of one layout, filled from a checkpoint folder."""
@@ -94,7 +96,7 @@ def main(rank: int, port: int, folder: Path) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.manual_seed(0)
     without_cuda()
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=HANG_S))
     for job in json.loads((folder / "jobs.json").read_text()):
         with _layout(job, rank) as trained:
             facts = {check: CHECKS[check](trained, rank, folder) for check in job["checks"]}
@@ -231,7 +233,7 @@ def pushed(trained: Trained, rank: int, folder: Path) -> dict[str, Any]:
 
 def _answer(job: Mapping[str, Any]) -> dict[str, Any]:
     asked = {"prompt": job["tokens"], "max_tokens": 16, "temperature": 0}
-    reply = httpx.post(f"{job['replica']}/v1/completions", json=asked, timeout=60).raise_for_status().json()
+    reply = httpx.post(f"{job['replica']}/v1/completions", json=asked, timeout=HANG_S).raise_for_status().json()
     return {"text": reply["choices"][0]["text"], "version": reply["liveweights"]["version"]}
 
 

@@ -18,7 +18,8 @@ from engine_adapter.models import make_versions
 from updater.demo.processes import Children, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.engine
+HANG_S = 300.0  # only a hang reaches it
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(4 * HANG_S)]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Fleet:
     checkpoints: tuple[Path, ...]
 
     def live(self) -> str:
-        return str(httpx.get(f"{self.url}/v1/version", timeout=10).json()["version"])
+        return str(httpx.get(f"{self.url}/v1/version", timeout=HANG_S).json()["version"])
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("LIVEWEIGHTS_")}
     return subprocess.run(
-        command, cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240
+        command, cwd=ROOT, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=HANG_S
     )
 
 

@@ -16,7 +16,8 @@ from trainer_side import Client
 from updater.demo.processes import Children, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.alone]
+HANG_S = 600.0  # only a hang reaches it
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(3 * HANG_S)]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def run(*command: str | Path) -> str:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("LIVEWEIGHTS_")}
     kept |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ran = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=240, check=False)
+    ran = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 

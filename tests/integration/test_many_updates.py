@@ -14,7 +14,7 @@ from benchmarks.bench_many_updates import KINDS, Party, allowed_bytes, party, so
 from benchmarks.watching import descriptors
 
 WARM, MORE = 12, 60
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from engine_adapter.replica.launch import ENGINES
 from tests.cases.live_fleet import LiveFleet, live_fleet
 from trainer_side import Client, Pusher
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 PROMPT = encode("The quick brown fox jumps over the lazy dog.")
 COUNT = 16
