@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine_adapter.testing import ToyOptions, expected_digests, make_toy_checkpoint, reference_generate
-from engine_adapter.testing.contract import EngineContract, held
+from engine_adapter.testing.contract import EngineContract, at_rest
 from engine_adapter.testing.harness import Replica
 
 pytestmark = pytest.mark.engine
@@ -98,11 +98,10 @@ def test_no_update_after_the_second_takes_memory_that_a_shard_would_show_in(tmp_
     with Replica(ToyContract.factory, seven, 1) as replica:
         replica.publish(eight, "1")
         replica.publish(seven, "2")
-        (pid,) = replica.pids
-        shard, before = replica.status()[0].spare_bytes, held(pid)
+        shard, (before,) = replica.status()[0].spare_bytes, at_rest(replica)
         for version in range(3, 11):
             replica.publish((seven, eight)[version % 2], str(version))
-        after = held(pid)
+        (after,) = at_rest(replica)
     assert shard > 32 * 2**20
     assert after[2] - before[2] < shard // 2
     assert after[:2] == before[:2]
