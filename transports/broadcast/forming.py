@@ -15,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from transports.broadcast.pending import Broken, Group, first_line, let_go, uses_device
+from transports.control.exits import leaves_at_exit
 
 
 class Relay(Store):
@@ -75,7 +76,9 @@ class Forming:
         self._given_up = False
         self._lock = threading.Lock()
         self._device = torch.cuda.current_device() if uses_device() else None
-        threading.Thread(target=self._run, name="broadcast-group", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="broadcast-group", daemon=True)
+        self._thread.start()
+        leaves_at_exit(self)
 
     def _run(self) -> None:
         group, error = None, ""
@@ -112,3 +115,10 @@ class Forming:
             group, self._group = self._group, None
         self.relay.close()
         let_go(group)
+
+    def leave(self) -> None:
+        self.give_up()
+
+    def left(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()

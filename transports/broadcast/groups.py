@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from transports.broadcast.forming import Relay
 from transports.broadcast.pending import Broken, Group, Pending, Polled, first_line, nothing, uses_device
+from transports.control.exits import leaves_at_exit
 from updater.core.errors import refuse
 
 
@@ -25,32 +26,60 @@ class GlooGroup:
         options._timeout = timedelta(seconds=timeout_s)
         self._group: Any = dist.ProcessGroupGloo(relay, rank, size, options)
         self._last: Pending | None = None
+        self._closed = False
+        self._ending: threading.Thread | None = None
+        self._lock = threading.Lock()  # nothing is posted while the group is let go of
+        leaves_at_exit(self)
 
     def room(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def broadcast(self, data: torch.Tensor, notify: Callable[[], None]) -> Pending:
-        try:
-            self._last = Pending(self._group.broadcast([data], _from_sender()), notify)
-        except RuntimeError as error:
-            raise Broken(first_line(error)) from None
-        return self._last
+        with self._lock:
+            if self._closed:
+                raise Broken("the group has been closed")
+            try:
+                self._last = Pending(self._group.broadcast([data], _from_sender()), notify)
+            except RuntimeError as error:
+                raise Broken(first_line(error)) from None
+            return self._last
 
     def wait(self, data: torch.Tensor) -> None:
         """A bare broadcast, to its end. For measurements."""
         self._group.broadcast([data], _from_sender()).wait()
 
     def close(self) -> None:
-        """The only way to end a gloo group is to let go of it, which takes until its last collective has ended: the
-        others let go of it too, or its time runs out.
+        """The only way to end a gloo group is to let go of it, when its last collective has ended: the others let go of
+        it too, or its time runs out. A thread waits for that here and not in torch, where none may be at exit.
         """
-        last, self._last = self._last, None
-        box, self._group = [self._group], None
-        if last is None or last.ended:
-            box.clear()
+        if self._closed:
             return
-        last.abandon()
-        threading.Thread(target=box.clear, name="broadcast-group-end", daemon=True).start()
+        self.leave()
+        if not self._let_go(0.0):
+            ending = threading.Thread(target=self._let_go, args=(None,), name="broadcast-group-end", daemon=True)
+            ending.start()
+            self._ending = ending
+
+    def leave(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._last is not None:
+                self._last.abandon()
+
+    def left(self, timeout_s: float) -> bool:
+        if self._ending is None:
+            return self._let_go(timeout_s)
+        self._ending.join(timeout_s)
+        return not self._ending.is_alive()
+
+    def _let_go(self, timeout_s: float | None) -> bool:
+        """Whether its last collective ended in time. None: that of its limit."""
+        last = self._last
+        if last is not None and not last.wait(timeout_s):
+            return False
+        with self._lock:  # whoever comes second returns when it is done
+            last = self._group = self._last = None  # torch joins the group's threads
+        return True
 
 
 class NcclGroup:

@@ -30,10 +30,9 @@ class Pending:
         self._ended.set()
         self._notify()
 
-    @property
-    def ended(self) -> bool:
-        """Well or not."""
-        return self._ended.is_set()
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether it has ended in time, well or not."""
+        return self._ended.wait(timeout_s)
 
     def done(self) -> bool:
         """Raises Broken when it has failed."""
