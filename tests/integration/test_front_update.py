@@ -80,7 +80,7 @@ def test_staging_and_voting_leave_what_serves_as_it_is(stage: Stage) -> None:
         assert (status.live_version, status.staged_serial) == (before.live_version, serial)
         await c.discard(serial)
         assert (await c.status()).spare.state is SpareState.EMPTY
-        ranks = await stage.replica.pool.call("status", RankStatus(), deadline_s=10.0)
+        ranks = await stage.replica.pool.call("status", RankStatus(), deadline_s=60.0)
         assert [rank.spare_state for rank in ranks] == ["empty"]
 
     stage.play(scene)
@@ -296,7 +296,7 @@ def test_a_resume_during_the_quiesce_ends_it_for_good(stage: Stage) -> None:
             await c.resume(serial, 1, False, before.live_version, before.live_digest)
             assert await pausing in ("lease_expired", "replica_fenced")
         await long
-        ranks = await stage.replica.pool.call("status", RankStatus(), deadline_s=10.0)
+        ranks = await stage.replica.pool.call("status", RankStatus(), deadline_s=60.0)
         assert [rank.paused for rank in ranks] == [False]
         assert (await c.complete(PROMPT))["choices"][0]["token_ids"] == stage.expected(stage.live)
         await c.discard(serial, 1)

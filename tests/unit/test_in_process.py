@@ -78,7 +78,7 @@ def test_the_guard_of_the_app_needs_its_token() -> None:
 def test_a_stream_comes_as_it_is_made_and_leaving_it_ends_the_app() -> None:
     async def main() -> None:
         echo = Echo()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             async with aclosing(stream(echo.app, Call("GET", "/endless"))) as pieces:
                 assert await anext(pieces) == 200
                 assert await anext(pieces) == b"first"
@@ -92,7 +92,7 @@ def test_a_call_that_is_cancelled_ends_the_app() -> None:
     async def main() -> None:
         echo = Echo()
         asking = asyncio.ensure_future(call(echo.app, Call("GET", "/endless")))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await echo.began.wait()
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
@@ -115,7 +115,7 @@ def test_a_face_works_for_callers_on_other_loops_and_the_app_runs_on_its_own() -
     face = Face(echo.app, loop, TOKEN)
 
     async def main() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             told = await face.verb("POST", "/echo/a", {"b": 1})
             assert told == {"status": 200, "body": {"name": "a", "query": {}, "body": {"b": 1}}}
             assert (await face.verb("GET", "/refused"))["body"]["code"] == "stale_version"

@@ -229,7 +229,7 @@ def test_what_was_appended_survives_a_process_that_dies_at_once(tmp_path: Path) 
         os.kill(os.getpid(), 9)
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path), wire.encode(record()).decode()]
-    assert subprocess.run(command, env=os.environ, timeout=60).returncode == -9
+    assert subprocess.run(command, env=os.environ, timeout=200).returncode == -9
     journal = owned(tmp_path, "two")
     assert kinds(journal) == ["decided", "published"]
     assert journal.epoch() == 2

@@ -69,7 +69,7 @@ def test_what_a_rank_tells_reaches_its_front(tmp_path: Path) -> None:
         rank._tell(3, 100)
         rank._tell(3, 200)
         theirs.close()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await reading
         return heard
 
