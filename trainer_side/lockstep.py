@@ -2,6 +2,8 @@
 
 No collective waits long for the sender: while it waits for the fleet it says so again and again (the group's own
 timeout would otherwise end a trainer whose fleet is slow). Nothing is pickled (I10).
+
+A rank that is gone, or does not come in time, is `peer_lost` on the others.
 """
 
 from __future__ import annotations
@@ -10,9 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
+from trainer_side.side import side_of
 from updater.core.errors import Aborted, Failure, LiveweightsError
 
 if TYPE_CHECKING:
@@ -24,10 +24,13 @@ Told = Mapping[str, Any]
 
 
 class Lockstep:
-    """The ranks of `group`, all of which make the same calls in the same order; None: this process alone."""
+    """The ranks of `group`, all of which make the same calls in the same order; None: this process alone.
 
-    def __init__(self, group: ProcessGroup | None) -> None:
-        self._group = group
+    Made by all of them at the same time. `purpose`: as for `side.side_of`.
+    """
+
+    def __init__(self, group: ProcessGroup | None, purpose: str = "push") -> None:
+        self._side = None if group is None else side_of(group, purpose)
 
     def lead(self, step: Callable[[], Told | None] | None) -> Told:
         """The sender gives a `step`, the others None. It is repeated until it returns something or raises, and every
@@ -35,7 +38,10 @@ class Lockstep:
         """
         while True:
             spoken, caught = self._spoken(step)
-            told = next((each for each in self.exchange(spoken) if each), {})
+            try:
+                told = next((each for each in self.exchange(spoken) if each), {})
+            except Aborted as lost:
+                raise caught or lost from lost.__cause__
             if caught is not None:
                 raise caught
             if "error" in told:
@@ -44,18 +50,33 @@ class Lockstep:
                 value: Told = told["value"]
                 return value
 
-    def agree(self, error: LiveweightsError | None) -> LiveweightsError | None:
-        """The error of the first rank that has one, on every rank."""
-        for told in self.exchange({} if error is None else {"error": _described(error)}):
-            if told:
-                return error or _error_of(told["error"])
-        return None
+    def agree(self, error: LiveweightsError | None, *, follows: bool = False) -> LiveweightsError | None:
+        """The error of the first rank that has one, on every rank, with that rank as its place.
+
+        The rank itself gets its own, with what it was caused by. `follows`: it may only be what another rank's error
+        led to here, and counts where there is no other.
+        """
+        mine = None if error is None else self.placed(error)
+        spoken: Told = {} if mine is None else {"error": _described(mine), "follows": follows}
+        told = [(rank, each) for rank, each in enumerate(self.exchange(spoken)) if each]
+        if not told:
+            return None
+        rank, first = min(told, key=lambda item: (item[1]["follows"], item[0]))
+        own = self._side is None or rank == self._side.rank
+        return mine if own else _error_of(first["error"])
+
+    def span(self, value: int) -> tuple[int, int]:
+        """Lowest and highest of what the ranks say: one small collective, for what is asked often."""
+        if self._side is None:
+            return value, value
+        lowest, highest = self._side.highest([-value, value])
+        return -lowest, highest
 
     def exchange(self, spoken: Told) -> list[Told]:
         """What every rank says, in the order of the group."""
-        if self._group is None:
+        if self._side is None:
             return [spoken]
-        return [json.loads(text) for text in self._gathered(json.dumps(spoken).encode())]
+        return [json.loads(text) for text in self._side.gathered(json.dumps(spoken).encode())]
 
     def _spoken(self, step: Callable[[], Told | None] | None) -> tuple[Told, BaseException | None]:
         if step is None:
@@ -69,46 +90,16 @@ class Lockstep:
             return {"error": _described(Aborted(failure))}, error
         return ({"more": True} if value is None else {"value": value}), None
 
-    def _gathered(self, data: bytes) -> list[bytes]:
-        """Lengths first, then everything padded to the longest."""
-        group, device = self._group, _device(self._group)
-        size = dist.get_world_size(group)
-        mine = torch.tensor([len(data)], dtype=torch.int64, device=device)
-        lengths = [torch.zeros_like(mine) for _ in range(size)]
-        dist.all_gather(lengths, mine, group=group)
-        counts = [int(length) for length in lengths]
-        padded = torch.zeros(max(counts), dtype=torch.uint8)
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        padded = padded.to(device)
-        parts = [torch.zeros_like(padded) for _ in range(size)]
-        dist.all_gather(parts, padded, group=group)
-        return [part[:count].cpu().numpy().tobytes() for part, count in zip(parts, counts, strict=True)]
-
-
-#: One per group of a trainer, for the life of the process: a second one of the same ranks would have the name of the
-#: first in the store, and meet what that left there.
-_SIDE: dict[ProcessGroup, ProcessGroup] = {}
-
-
-def side_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """The same ranks once more, over gloo. Collective when it is first asked for.
-
-    For what goes on in the background, where nothing may come between the trainer's own collectives.
-    """
-    if group is None:
-        return None
-    if group not in _SIDE:
-        ranks = dist.get_process_group_ranks(group)
-        _SIDE[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return _SIDE[group]
-
-
-def _device(group: ProcessGroup | None) -> torch.device:
-    """One that the group's backend takes."""
-    backend = str(dist.get_backend(group))
-    if "gloo" in backend or "mpi" in backend:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    def placed(self, error: LiveweightsError) -> LiveweightsError:
+        """The same error with this rank in every failure that names no other and no replica."""
+        if self._side is None:
+            return error
+        failures = [each if each.replica else each.at(rank=self._side.rank) for each in error.failures]
+        if failures == list(error.failures):
+            return error
+        placed = type(error)(*failures, live_version=error.live_version, receipt=error.receipt)
+        placed.__cause__ = error.__cause__
+        return placed
 
 
 def _described(error: LiveweightsError) -> Told:

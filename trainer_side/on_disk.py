@@ -55,13 +55,13 @@ class FolderSending:
         terms: Terms,
         folder: Path | FolderWriter,
         *,
-        hooks: Hooks,
+        hooks: Hooks | None,
         lease_s: float | None,
         timeout_s: float,
         shelf: Shelf | None = None,
     ) -> None:
         self._link, self._terms, self._folder, self._shelf = link, terms, folder, shelf
-        self._hooks, self._patience = hooks, Patience(timeout_s)
+        self._hooks, self._patience = hooks or Hooks(), Patience(timeout_s)
         manual = terms.policy.get("commit") == "manual"
         self._lease_s = LEASE_S if lease_s is None and manual else lease_s
         self._running: RunningUpdate | None = None
@@ -105,7 +105,7 @@ class FolderSending:
             raise late("the update has not ended in time; it goes on")
         return None
 
-    def close(self) -> None:
+    def close(self, cause: BaseException | None = None) -> None:
         """An update that runs needs nobody to come back."""
         if isinstance(self._folder, FolderWriter):
             self._folder.discard()

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from trainer_side.lockstep import Lockstep
-from trainer_side.stream import walk
+from trainer_side.walk import digests_of, walk
 from trainer_side.weights import WeightSource
 from updater.manifest import TensorSpec
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class Snapshot:
     """A `WeightSource` of what `source` held when this was made. The sending rank keeps whole tensors, the others none.
 
-    `copy`: one tensor, to where it is kept. `group`: one that nobody else uses, for the ranks to agree over later.
-    Making it is collective; raises Rejected or Aborted (`source_changed`) on all ranks.
+    `copy`: one tensor, to where it is kept. Making it is collective for the ranks of `team`; raises the same on all.
     """
 
-    def __init__(
-        self, source: WeightSource, copy: Callable[[torch.Tensor], torch.Tensor], group: ProcessGroup | None
-    ) -> None:
-        self.is_sender, self.group = source.is_sender, group
+    def __init__(self, source: WeightSource, copy: Callable[[torch.Tensor], torch.Tensor], team: Lockstep) -> None:
+        self.is_sender, self.group = source.is_sender, source.group
         self.specs: Mapping[str, TensorSpec] = dict(source.specs)
         self.ties = source.ties
-        self._digests = dict(source.digests())
+        self._digests = dict(digests_of(source, team))
         self._kept: dict[str, torch.Tensor] = {}
         self._copy = copy
-        failed = walk(source, self if self.is_sender else None, Lockstep(source.group))
+        failed = walk(source, self if self.is_sender else None, team)
         if failed is not None:
             raise failed
 

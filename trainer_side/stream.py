@@ -1,7 +1,7 @@
-"""A source walked in lockstep, and what the sending rank does with every tensor of it.
+"""An update from a source on every rank of a trainer, and what the sending rank does with every tensor of it.
 
 Every rank of the trainer comes through here with the same source. One rank sends; the others take part in the source's
-collectives to their end, whatever happens to the update, and learn how it ended.
+collectives, and learn how the update ended.
 """
 
 from __future__ import annotations
@@ -15,47 +15,10 @@ import torch
 
 from trainer_side.lockstep import BEAT_S, Lockstep, Told
 from trainer_side.session import UpdateSession
+from trainer_side.walk import Taker, digests_of, touched, walk
 from trainer_side.weights import WeightSource
-from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable
+from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.schemas import Receipt
-
-
-class Taker(Protocol):
-    """Takes a source's tensors, one by one. May raise LiveweightsError, and is given nothing more then."""
-
-    def put(self, name: str, tensor: torch.Tensor) -> None: ...
-
-
-def walk(source: WeightSource, taker: Taker | None, team: Lockstep) -> LiveweightsError | None:
-    """Give every tensor to the taker (None on ranks that do not send). Returns what went wrong, the same on all ranks.
-
-    The walk goes to its end in any case: the other ranks are inside the same collectives.
-    """
-    failed: LiveweightsError | None = None
-    for name, tensor in source.tensors():
-        if taker is not None and failed is None:
-            failed = _given(taker, name, tensor)
-        del tensor  # or it would be in memory while the next one is gathered
-    return team.agree(failed or touched(source))
-
-
-def _given(taker: Taker, name: str, tensor: torch.Tensor | None) -> LiveweightsError | None:
-    try:
-        if tensor is None:
-            raise Aborted(Failure("internal", "the sending rank was not given it", tensor=name))
-        taker.put(name, tensor)
-    except LiveweightsError as error:
-        return error
-    return None
-
-
-def touched(source: WeightSource) -> LiveweightsError | None:
-    """`source_changed`, if an optimiser wrote to what is published."""
-    try:
-        source.check_untouched()
-    except LiveweightsError as error:
-        return Aborted(*error.failures)
-    return None
 
 
 class Sending(Taker, Protocol):
@@ -70,8 +33,8 @@ class Sending(Taker, Protocol):
     def ended(self) -> Told | None:
         """The receipt of the committed update, as JSON. Raises what else it ended as."""
 
-    def close(self) -> None:
-        """Always at the end. What has not come to its own end by then is given up."""
+    def close(self, cause: BaseException | None = None) -> None:
+        """Always at the end. What has not come to its own end by then is given up, because of `cause`."""
 
 
 def publish(
@@ -85,12 +48,25 @@ def publish(
     changed = team.agree(touched(source))
     if changed is not None:
         raise changed
-    known = source.digests()
+    known = digests_of(source, team)
     with Leading(team, source.is_sender) as leading:
         leading.make(lambda: make(known))
         leading.step(lambda sending: sending.prepare())
         failed = walk(source, leading.sending, team)
-        leading.step(lambda sending: sending.seal(failed))
+        try:
+            leading.step(lambda sending: sending.seal(failed))
+        except LiveweightsError as error:
+            if failed is None:
+                raise
+            raise error from failed.__cause__  # known on the rank where it went wrong
+        return leading.receipt()
+
+
+def follow(make: Callable[[], Sending], is_sender: bool, team: Lockstep) -> Receipt:
+    """Publish what needs no walk any more, a folder that is whole: the receipt or the same error on every rank."""
+    with Leading(team, is_sender) as leading:
+        leading.make(make)
+        leading.step(lambda sending: sending.seal(None))
         return leading.receipt()
 
 
@@ -122,7 +98,7 @@ class Leading:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.sending is not None:
-            self.sending.close()
+            self.sending.close(error)
 
 
 class Patience:
@@ -171,8 +147,8 @@ class StreamSending:
             raise late("the update has not ended in time; it goes on")
         return None
 
-    def close(self) -> None:
-        self._session.leave()
+    def close(self, cause: BaseException | None = None) -> None:
+        self._session.leave(cause)
 
 
 def late(why: str) -> Unavailable:

@@ -73,7 +73,9 @@ def lora_source(
 
 @dataclass(frozen=True, slots=True)
 class LoraPart:
-    """Computed on the way: the base and the factors are gathered one after the other, the sender adds them up."""
+    """Computed on the way: base and factors are gathered one after the other, and only then does the sender add them
+    up: where its memory ends, no other rank is left in a collective.
+    """
 
     spec: TensorSpec
     base: Part
@@ -89,13 +91,15 @@ class LoraPart:
 
     def whole(self, sender: bool) -> torch.Tensor | None:
         base = self.base.whole(sender)
-        merged = base.clone() if sender and base is not None else None
+        factors = [(delta, a.whole(sender), None if b is None else b.whole(sender)) for delta, a, b in self.deltas]
+        if not sender or base is None:
+            return None
+        merged = base.clone()
         del base
-        for delta, a, b in self.deltas:
-            first, second = a.whole(sender), b.whole(sender) if b is not None else None
-            if merged is not None and first is not None:
+        for delta, first, second in factors:
+            if first is not None:
                 merged += _sum(delta, first, second)  # in the wider of the two dtypes, rounded once
-        return None if merged is None else cast(merged, self.spec.dtype)
+        return cast(merged, self.spec.dtype)
 
 
 def _sum(delta: Delta, a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:

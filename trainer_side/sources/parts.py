@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from trainer_side.causes import cause_of
+from trainer_side.lockstep import Lockstep
 from trainer_side.sources.steps import StepWatch
 from transports.digest import MASK, to_hex
-from updater.core.errors import Failure, Rejected
+from updater.core.errors import Failure, LiveweightsError, Rejected
 from updater.manifest import TensorSpec
 
 if TYPE_CHECKING:
@@ -83,7 +85,10 @@ class PartsSource:
         """
         if self._group is not None:
             self._agree(self._group)
-        shares = {part.spec.name: part.share(self._sender) for part in self._parts}
+        shares, failed = self._shares()
+        failed = Lockstep(self._group).agree(failed)  # or the others would wait for this rank in the all-reduce
+        if failed is not None:
+            raise failed
         known = {name: share for name, share in shares.items() if share is not None}
         if self._group is not None and known:
             known = dict(zip(known, self._added(self._group, list(known.values())), strict=True))
@@ -114,6 +119,15 @@ class PartsSource:
     def _whole(self, part: Part) -> torch.Tensor | None:
         tensor = part.whole(self._sender)
         return tensor if self._sender else None
+
+    def _shares(self) -> tuple[dict[str, int | None], LiveweightsError | None]:
+        shares: dict[str, int | None] = {}
+        for part in self._parts:
+            try:
+                shares[part.spec.name] = part.share(self._sender)
+            except Exception as error:
+                return {}, cause_of(error, part.spec.name, Rejected)
+        return shares, None
 
     def _agree(self, group: ProcessGroup) -> None:
         """Ranks that disagree would wait in different collectives; here all of them learn it."""

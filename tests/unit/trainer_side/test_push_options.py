@@ -1,0 +1,115 @@
+"""One list of what a push takes, whichever way it is called."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+
+from trainer_side import Pusher, push, push_async
+from trainer_side.background import Background
+from trainer_side.options import Asked, Asking, Options, PusherOptions, PushOptions, parted
+from trainer_side.testing import RECEIPT, FakeCoordinator
+from updater.core.errors import Rejected
+from updater.schemas import Receipt
+
+
+@pytest.fixture
+def coordinator() -> Iterator[FakeCoordinator]:
+    with FakeCoordinator().serving() as running:
+        yield running
+
+
+@pytest.mark.parametrize(("values", "names", "beside"), [(Options, PusherOptions, set()), (Asked, Asking, {"version"})])
+def test_the_signature_and_the_values_are_one_list(values: Any, names: Any, beside: set[str]) -> None:
+    hints = get_type_hints(values)
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(values) if field.init}
+    assert {name: hint for name, hint in fields.items() if name not in beside} == get_type_hints(names)
+    assert set(fields) >= beside
+
+
+def test_no_name_is_both_the_pushers_and_the_pushs() -> None:
+    assert not set(get_type_hints(PusherOptions)) & set(get_type_hints(Asking))
+    assert set(get_type_hints(PushOptions)) == set(get_type_hints(PusherOptions)) | set(get_type_hints(Asking))
+    assert parted({"keep": 1, "id": "x"}) == ({"keep": 1}, {"id": "x"})
+
+
+#: What callers have written so far; nothing of it may be lost.
+OF_PUSHER = {
+    "transport": "auto",
+    "directory": None,
+    "config_from": None,
+    "keep": 2,
+    "shard_bytes": 4 << 30,
+    "dtypes": None,
+    "bucket_bytes": 512 << 20,
+    "stall_s": 30.0,
+    "sender_options": None,
+}
+OF_PUSH = {"policy": None, "hooks": None, "id": None, "base_version": None, "lease_s": None, "timeout_s": 1800.0}
+
+
+def test_the_defaults_are_what_they_were() -> None:
+    assert {field.name: field.default for field in dataclasses.fields(Options)} == OF_PUSHER
+    asked = {field.name: field.default for field in dataclasses.fields(Asked) if field.init}
+    assert {name: asked[name] for name in OF_PUSH} == OF_PUSH
+    assert set(asked) == {*OF_PUSH, "version", "progress"}
+
+
+def test_every_option_is_taken_wherever_it_was_taken(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    told: list[int] = []
+    of_pusher = OF_PUSHER | {"directory": tmp_path, "transport": "disk"}
+    of_push = OF_PUSH | {"id": "mine", "progress": told.append}
+    weights = {"w": torch.ones(4)}
+    with Pusher(coordinator.url, "", **of_pusher) as pusher:  # type: ignore[arg-type]
+        assert pusher.push(weights, 7, **of_push).outcome == "committed"  # type: ignore[arg-type]
+    assert push(weights, 7, url=coordinator.url, token="", **of_pusher, **of_push).version == "0-7"  # type: ignore[arg-type]
+    assert [body["id"] for body in coordinator.bodies] == ["mine", "mine"]
+    assert sum(told) == 2 * 16
+
+
+@pytest.mark.parametrize("call", [Pusher, lambda **more: push({}, 7, **more), lambda **more: push_async({}, 7, **more)])
+def test_a_name_that_nothing_takes_is_refused(call: Any, coordinator: FakeCoordinator) -> None:
+    with pytest.raises(TypeError):
+        call(url=coordinator.url, directry="misspelt")
+    assert coordinator.paths == []
+
+
+def test_a_version_that_is_none_is_refused_where_it_is_named() -> None:
+    with pytest.raises(Rejected) as caught:
+        Asked("v7")
+    assert caught.value.code == "bad_request"
+
+
+def test_the_public_calls_say_what_they_take_first() -> None:
+    assert list(inspect.signature(push).parameters) == ["weights", "version", "url", "token", "options"]
+    assert list(inspect.signature(push_async).parameters) == ["weights", "version", "url", "token", "options"]
+    assert list(inspect.signature(Pusher).parameters) == ["url", "token", "link", "options"]
+
+
+def test_what_was_begun_in_the_background_comes_before_the_next_push() -> None:
+    """On every rank: else one of them would be in the second push while another one is in the first."""
+    background, waiting, order = Background(), threading.Event(), []
+
+    def rest() -> Receipt:
+        assert waiting.wait(60)
+        order.append("first")
+        return Receipt.model_validate(RECEIPT)
+
+    def second() -> None:
+        waiting.set()
+        background.settle()
+        order.append("second")
+
+    background.begin(rest)
+    thread = threading.Thread(target=second)
+    thread.start()
+    thread.join()
+    background.close()
+    assert order == ["first", "second"]

@@ -1,0 +1,87 @@
+"""Publishing a copy of the weights while training goes on: the copy is made now, the rest happens in one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import torch
+
+from trainer_side.carrier import Carrier
+from trainer_side.lockstep import Lockstep
+from trainer_side.on_disk import FolderSending
+from trainer_side.options import Asked
+from trainer_side.snapshot import Snapshot
+from trainer_side.stream import Leading, Sending, follow, publish
+from trainer_side.walk import digests_of, walk
+from trainer_side.weights import WeightSource
+from updater.core.errors import refuse
+from updater.schemas import Receipt
+
+#: What is left to do once the copy is made.
+Rest = Callable[[], Receipt]
+
+
+class Background:
+    """A thread that does one thing after the other."""
+
+    def __init__(self) -> None:
+        self._threads: ThreadPoolExecutor | None = None
+        self._last: Future[Receipt] | None = None
+
+    def settle(self) -> None:
+        """Wait for what was begun, however it ends.
+
+        Another push begins after it on every rank: their threads and groups would meet in another order on each.
+        """
+        if self._last is not None:
+            wait([self._last])
+
+    def begin(self, rest: Rest) -> Future[Receipt]:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="liveweights-push")
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def run() -> Receipt:
+            if device is not None:
+                torch.cuda.set_device(device)
+            return rest()
+
+        self._last = self._threads.submit(run)
+        return self._last
+
+    def close(self) -> None:
+        """What was begun is waited for."""
+        if self._threads is not None:
+            self._threads.shutdown()
+
+
+def copied(source: WeightSource, asked: Asked, carrier: Carrier) -> Rest:
+    """Copy `source`, which may be written to when this returns. Collective; raises the same on every rank."""
+    team, later = Lockstep(source.group), Lockstep(source.group, "background")
+    kind = team.lead((lambda: {"kind": carrier.kind()}) if source.is_sender else None)["kind"]
+    if kind == "disk":
+        return _written(source, asked, carrier, team, later)
+    device = None if kind == "cuda_ipc" else "cpu"
+    snapshot = Snapshot(source, lambda tensor: tensor.to(device or tensor.device, copy=True), team)
+    return lambda: publish(snapshot, lambda known: carrier.sending(snapshot, known, asked), team=later)
+
+
+def _written(source: WeightSource, asked: Asked, carrier: Carrier, team: Lockstep, later: Lockstep) -> Rest:
+    """The copy is the folder that the fleet will read."""
+    known = digests_of(source, team)
+    with Leading(team, source.is_sender) as leading:
+        leading.make(lambda: carrier.writing(source, known, asked))
+        failed = walk(source, leading.sending, team)
+        if failed is not None:
+            raise failed
+        told = leading.step(lambda sending: {"folder": str(_folder_of(sending).written())})
+    folder = Path(told["folder"])
+    return lambda: follow(lambda: carrier.written(folder, asked), source.is_sender, later)
+
+
+def _folder_of(sending: Sending) -> FolderSending:
+    if not isinstance(sending, FolderSending):
+        raise refuse("wrong_phase", "not a folder")
+    return sending

@@ -1,0 +1,122 @@
+"""How the bytes of a pusher's pushes travel: which transport, the senders that outlive a push, the shelf of folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from trainer_side import flows
+from trainer_side.folder import FolderWriter
+from trainer_side.on_disk import FolderSending, Shelf
+from trainer_side.options import DIRECTORY_ENV, Asked, Options
+from trainer_side.running import Link
+from trainer_side.session import LEASE_S, UpdateSession
+from trainer_side.stream import Sending, StreamSending
+from trainer_side.weights import WeightSource
+from transports.registry import make_sender
+from transports.stream import StreamSender
+from updater.core.errors import refuse
+
+
+class Carrier:
+    """Makes what the sending rank needs for one push. Used by one push at a time."""
+
+    def __init__(self, link: Link, options: Options) -> None:
+        self._link, self._options = link, options
+        root = options.directory or os.environ.get(DIRECTORY_ENV)
+        source = Path(options.config_from) if options.config_from else None
+        self._shelf = Shelf(Path(root).resolve(), source, options.keep, options.shard_bytes) if root else None
+        self._senders: dict[str, StreamSender] = {}
+
+    def folder(self, weights: object) -> Path | None:
+        """The checkpoint that the fleet reads by itself, if `weights` are the path of one. Raises Rejected."""
+        if not isinstance(weights, str | os.PathLike) or self._options.transport not in ("auto", "disk"):
+            return None
+        if self._options.dtypes:
+            raise refuse("bad_request", "dtypes: a checkpoint on disk is read as it lies there; stream it to cast it")
+        path = Path(weights).resolve()
+        if not path.exists():
+            raise refuse("source_missing", "no such file or folder", file=str(path))
+        return path
+
+    def kind(self) -> str:
+        """Of the transport; `auto` looks where the replicas are."""
+        if self._options.transport != "auto":
+            return self._options.transport
+        if self._shelf is not None:
+            return "disk"
+        members = self._link.run(flows.get("/v1/fleet")).get("members", ())
+        here = all(_on_this_machine(str(member.get("url", ""))) for member in members)
+        return "shared_memory" if here else "broadcast"
+
+    def sending(self, source: WeightSource, known: Mapping[str, str], asked: Asked) -> Sending:
+        """`known`: digests of the source that are known ahead."""
+        kind = self.kind()
+        if kind == "disk":
+            return self.writing(source, known, asked)
+        session = UpdateSession(
+            self._link,
+            self._sender(kind),
+            source.specs,
+            asked.terms,
+            digests=known,
+            ties=source.ties,
+            lease_s=LEASE_S if asked.lease_s is None else asked.lease_s,
+            stall_s=self._options.stall_s,
+            timeout_s=asked.timeout_s,
+            bucket_bytes=self._options.bucket_bytes,
+            hooks=asked.hooks,
+            progress=asked.progress,
+        )
+        return StreamSending(session, asked.timeout_s)
+
+    def writing(self, source: WeightSource, known: Mapping[str, str], asked: Asked) -> FolderSending:
+        """Of a folder that does not exist yet. Raises Rejected where nobody said where to write."""
+        if self._shelf is None:
+            raise refuse("bad_request", f"say where to write: directory=... or {DIRECTORY_ENV}")
+        writer = self._shelf.writer(self._link.run(asked.terms.label()), source, known, asked.progress)
+        return self._of(writer, asked, self._shelf)
+
+    def written(self, folder: Path, asked: Asked) -> FolderSending:
+        """Of one that `writing` has filled."""
+        return self._of(folder, asked, self._shelf)
+
+    def as_it_lies(self, folder: Path, asked: Asked) -> FolderSending:
+        """Of one that is the caller's, and stays."""
+        return self._of(folder, asked, None)
+
+    def close(self) -> None:
+        """After the last push."""
+        for sender in self._senders.values():
+            sender.close()
+        self._senders.clear()
+
+    def _of(self, folder: Path | FolderWriter, asked: Asked, shelf: Shelf | None) -> FolderSending:
+        return FolderSending(
+            self._link,
+            asked.terms,
+            folder,
+            hooks=asked.hooks,
+            lease_s=asked.lease_s,
+            timeout_s=asked.timeout_s,
+            shelf=shelf,
+        )
+
+    def _sender(self, kind: str) -> StreamSender:
+        if kind not in self._senders:
+            self._senders[kind] = make_sender(kind, **(self._options.sender_options or {}))
+        return self._senders[kind]
+
+
+def _on_this_machine(url: str) -> bool:
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme not in ("http", "https"):  # an actor may live on any node, whatever its name
+        return False
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
