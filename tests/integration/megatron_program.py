@@ -231,6 +231,13 @@ def pushed(trained: Trained, rank: int, folder: Path) -> dict[str, Any]:
     return {"receipts": [receipt.model_dump(mode="json") for receipt in receipts], "answers": answers}
 
 
+def delivered(trained: Trained, rank: int, folder: Path) -> dict[str, Any]:
+    """Publishes what it was loaded with by broadcast, as the run's first step."""
+    with Pusher(trained.job["url"], transport="broadcast") as pusher:
+        receipt = pusher.push(trained.source(), 1)
+    return {"receipt": receipt.model_dump(mode="json"), "answer": _answer(trained.job) if rank == 0 else {}}
+
+
 def _answer(job: Mapping[str, Any]) -> dict[str, Any]:
     asked = {"prompt": job["tokens"], "max_tokens": 16, "temperature": 0}
     reply = httpx.post(f"{job['replica']}/v1/completions", json=asked, timeout=HANG_S).raise_for_status().json()
@@ -255,7 +262,7 @@ def _tensors(call: Callable[[], Any]) -> list[str]:
 
 CHECKS: dict[str, Callable[[Trained, int, Path], dict[str, Any]]] = {
     check.__name__: check
-    for check in (emitted, rounded, swapped, stepped, drifted, unknown, wrapped, run, deserted, pushed)
+    for check in (emitted, rounded, swapped, stepped, drifted, unknown, wrapped, run, deserted, pushed, delivered)
 }
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,24 @@ def torchrun(*command: str | Path) -> list[str]:
     return ran.stdout.splitlines()
 
 
+@contextmanager
+def serving(folder: Path, model: Path) -> Iterator[tuple[str, str]]:
+    """URLs of a coordinator and of an embedded engine that serves `model`."""
+    children = Children(folder)
+    try:
+        port, root = free_port(), ["--root", str(folder)]
+        serve = ["serve", "--port", str(port), "--state", str(folder / "state"), *root]
+        coordinator = children.start("coordinator", serve, port)
+        children.wait_ready(coordinator, "/healthz")
+        port = free_port()
+        engine = ["engine", "--model", str(model), "--port", str(port), "--coordinator", coordinator.url]
+        replica = children.start("replica", [*engine, *root], port)
+        children.wait_ready(replica)
+        yield coordinator.url, replica.url
+    finally:
+        assert children.stop() == []
+
+
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
     """A fleet on one checkpoint. The example trains on it for two steps; then a trainer at TP=2 that holds another one
@@ -262,32 +281,21 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
 
     folder = tmp_path_factory.mktemp("pushed")
     versions = make_versions(folder / "models", 2, SHAPES["llama"])
-    children = Children(folder)
-    try:
-        port, root = free_port(), ["--root", str(folder)]
-        serve = ["serve", "--port", str(port), "--state", str(folder / "state"), *root]
-        coordinator = children.start("coordinator", serve, port)
-        children.wait_ready(coordinator, "/healthz")
-        port = free_port()
-        engine = ["engine", "--model", str(versions[0]), "--port", str(port), "--coordinator", coordinator.url]
-        replica = children.start("replica", [*engine, *root], port)
-        children.wait_ready(replica)
-        example = torchrun(HERE.parents[1] / "examples" / "04_megatron.py", versions[0], coordinator.url, "2")
+    with serving(folder, versions[0]) as (coordinator, replica):
+        example = torchrun(HERE.parents[1] / "examples" / "04_megatron.py", versions[0], coordinator, "2")
         job = {"name": "push", "model": str(versions[1]), "sizes": {"tp": 2}, "checks": ["pushed"], "tokens": TOKENS}
         more = {
             "dtype": "bfloat16",
             "padding": 0.0,
-            "url": coordinator.url,
-            "replica": replica.url,
+            "url": coordinator,
+            "replica": replica,
             "directory": str(folder / "out"),
         }
         ranks(folder, [job | more])
         facts = [json.loads((folder / f"push-{rank}.json").read_text())["pushed"] for rank in range(2)]
         assert facts[1]["receipts"] == facts[0]["receipts"]  # every rank returns the receipt
-        live = httpx.get(f"{coordinator.url}/v1/version", timeout=10).json()
+        live = httpx.get(f"{coordinator}/v1/version", timeout=10).json()
         yield Published(folder, versions, facts[0], live, example)
-    finally:
-        assert children.stop() == []
 
 
 def test_the_example_trains_on_what_the_fleet_serves(published: Published) -> None:
@@ -326,3 +334,19 @@ def test_after_a_training_step_the_engine_answers_like_the_trained_checkpoint(pu
     settled = next((at for at, margin in enumerate(expected.margins) if margin <= 2.0), 16)
     assert settled >= 8
     assert answer["text"].encode()[:settled] == bytes(expected.tokens[:settled])
+
+
+def test_a_mixture_of_experts_at_ep2_is_served_like_its_converted_checkpoint(tmp_path: Path) -> None:
+    versions = make_versions(tmp_path / "models", 2, SHAPES["mixtral"])
+    job = {"name": "experts", "model": str(versions[1]), "sizes": {"ep": 2}, "checks": ["delivered"], "tokens": TOKENS}
+    with serving(tmp_path, versions[0]) as (coordinator, replica):
+        ranks(tmp_path, [job | {"dtype": "bfloat16", "padding": 0.0, "url": coordinator, "replica": replica}])
+    told = [json.loads((tmp_path / f"experts-{rank}.json").read_text())["delivered"] for rank in range(2)]
+    assert told[0]["receipt"] == told[1]["receipt"]
+    receipt, answer = told[0]["receipt"], told[0]["answer"]
+    assert (receipt["outcome"], receipt["proof"], answer["version"]) == ("committed", "digests", "0-1")
+    assert receipt["tensors"] == len(load_file(versions[1] / "model.safetensors"))
+    expected = reference_tokens(versions[1], TOKENS, 16)
+    assert min(expected.margins) > 2.0
+    assert answer["text"] == bytes(expected.tokens).decode()
+    assert reference_tokens(versions[0], TOKENS, 16).tokens != expected.tokens
