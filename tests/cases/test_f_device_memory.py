@@ -214,17 +214,26 @@ def test_B115_a_malformed_handle_never_reaches_the_driver(changes: dict[str, Any
 
 def test_B117_devices_are_found_by_uuid_whatever_their_order() -> None:
     trainer, turned = FakeDevice(("GPU-a", "GPU-b")), FakeDevice(("GPU-b", "GPU-a"))
-    indexes: list[int] = []
-    opened = turned.open
-
-    def recorded(index: int, exported: Any) -> torch.Tensor:
-        indexes.append(index)
-        return opened(index, exported)
-
-    turned.open = recorded  # type: ignore[method-assign]
     with devices(trainer, turned) as both:
         both.good()
-    assert indexes == [1, 1]
+    assert turned.opened_on == [1, 1]
+
+
+def test_B184_the_senders_number_of_a_device_means_nothing_to_a_receiver() -> None:
+    """The trainer's second card is the only one of an actor that Ray gave a single card."""
+    trainer, actor = FakeDevice(("GPU-a", "GPU-b"), index=1), FakeDevice(("GPU-b",))
+    with devices(trainer, actor) as both:
+        both.good()
+    assert actor.opened_on == [0, 0]
+
+
+def test_B188_a_rank_whose_visible_list_was_overwritten_is_refused_and_nobody_opens_anything() -> None:
+    placed, overwritten = FakeDevice(("GPU-a",)), FakeDevice(("GPU-b",))
+    with devices(FakeDevice(("GPU-a",)), placed, overwritten) as both:
+        update = both.push()
+        assert codes(update) == [("transport_unsupported", "r0", 1)]
+        assert all(uuid in str(update.sender_error) for uuid in ("GPU-a", "GPU-b"))
+        assert (placed.opened, overwritten.opened) == (0, 0)
 
 
 def test_B117_a_device_that_a_rank_cannot_see_is_refused_with_both_sets() -> None:

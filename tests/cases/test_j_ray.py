@@ -1,7 +1,7 @@
 """Cases of kind j: Ray. Replicas and coordinator are actors of a cluster of two nodes on this machine.
 
-B184 (a device index that means another card at the receiver) and B188 (a visible list that is not the assigned one)
-need cards: devices travel as UUIDs, which `tests/gpu` checks for CUDA IPC. Nothing of a device crosses through Ray.
+B184 and B188, of cards that are numbered in two ways, are in `test_f_device_memory`: nothing of a device goes through
+Ray.
 """
 
 from __future__ import annotations

@@ -30,20 +30,28 @@ _COUNTERS = 4096
 
 
 class FakeDevice:
-    """`visible`: UUIDs in this process's order; buffers lie on the first. `newest`: format of handles. `kind`: of
-    allocations, as in the second byte of a handle. `unable`: what `refusal` says.
+    """`visible`: UUIDs in this process's order; buffers lie on number `index` of them. `newest`: format of handles.
+    `kind`: of allocations, as in the second byte of a handle. `unable`: what `refusal` says.
 
     `opened` and `closed` count in this process. Exports count down as torch's do: in memory that every opener reaches.
     """
 
     def __init__(
-        self, visible: Sequence[str] = ("GPU-0",), *, newest: int = 3, kind: int = PLAIN, unable: str = ""
+        self,
+        visible: Sequence[str] = ("GPU-0",),
+        *,
+        index: int = 0,
+        newest: int = 3,
+        kind: int = PLAIN,
+        unable: str = "",
     ) -> None:
         self.visible = tuple(visible)
+        self.index = index
         self.newest = newest
         self.kind = kind
         self.unable = unable
         self.opened = self.closed = self.copies = 0
+        self.opened_on: list[int] = []  # numbers of devices, in this process's order
         self._files: dict[int, _File] = {}
         self._counters = _File(8 * _COUNTERS)
         self._exports = 0
@@ -58,7 +66,7 @@ class FakeDevice:
         return self.visible
 
     def uuid(self) -> str:
-        return self.visible[0]
+        return self.visible[self.index]
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         file = _File(nbytes)
@@ -84,6 +92,7 @@ class FakeDevice:
         tensor = _reach(owner, number, nbytes)
         counts = _reach(int(pid), int(counters), 8 * _COUNTERS).view(torch.int64)
         self.opened += 1
+        self.opened_on.append(index)
         weakref.finalize(tensor.untyped_storage(), self._close, counts, exported.counter_offset)
         return tensor
 
