@@ -19,7 +19,7 @@ ROW_SEED = 0x4C57_524F_5753_0001
 COLUMN_SEED = 0x4C57_434F_4C53_0002
 CONSTANT = 0x9E37_79B9_7F4A_7C15
 
-_TILE_WORDS = 1 << 18  # two megabytes of int64: in the last cache of a core, and large beside a call's cost
+_TILE_WORDS = 1 << 17  # one megabyte of int64: near the second cache of a core, and large beside a call's cost
 _PAD = 24  # words between the rows of a tile, so that rows of a power of two do not fall on the same cache lines
 _TABLE = 1 << 18  # multipliers kept for the first so many rows and columns
 _JOIN_BELOW = 64
