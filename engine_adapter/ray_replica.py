@@ -17,8 +17,8 @@ from typing import Any
 
 import ray
 
-from engine_adapter.replica.fleet_client import FleetClient
 from engine_adapter.replica.launch import FrontSettings, Replica
+from engine_adapter.replica.life import Membership
 from updater import http, in_process
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.core.participant import MESSAGES, FrontState
@@ -42,19 +42,19 @@ class _Hosted(Replica):
     that is a server, or none, it is like any other replica."""
 
     def __init__(self, wanted: FrontSettings, address: Address) -> None:
-        super().__init__(wanted)
         self._address = address
+        super().__init__(wanted)
 
     @property
     def url(self) -> str:
         return str(self._address) if self.settings.coordinator.startswith("ray://") else super().url
 
-    def _fleet(self) -> FleetClient | None:
+    def _membership(self) -> Membership:
         coordinator = self.settings.coordinator
         if not coordinator.startswith("ray://"):
-            return super()._fleet()
+            return super()._membership()
         transport = AsyncActorTransport(Address.parse(coordinator))
-        return FleetClient("http://coordinator", self.name, self.url, lambda: self.incarnation, transport=transport)
+        return replace(super()._membership(), coordinator="http://coordinator", token="", transport=transport)
 
 
 class ReplicaActor:

@@ -2,7 +2,6 @@
 
 Four threads: the main one reads the channel and runs control verbs, one at low priority runs everything that may
 take long while the engine serves (`STAGING_VERBS`), the engine's own one emits tokens, one looks whether it failed.
-This file is the rank boundary: whatever a verb raises becomes a `Refused` with typed failures.
 """
 
 from __future__ import annotations
@@ -14,22 +13,19 @@ import hashlib
 import importlib
 import json
 import os
-import queue
 import signal
 import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engine_adapter.base import EngineFactory, RankEngine, TokenEvent
-from engine_adapter.rank.agent import STAGING_VERBS, RankAgent
-from engine_adapter.rank.channel import ChannelClosed, ChannelError, Frame, FrameKind, RankChannel
+from engine_adapter.rank.agent import RankAgent
+from engine_adapter.rank.channel import RankChannel
 from engine_adapter.rank.control_messages import (
-    CALLS,
     ENGINE_FAILED,
     Build,
     CancelRequest,
@@ -40,14 +36,12 @@ from engine_adapter.rank.control_messages import (
     StopEngine,
     Tokens,
 )
-from engine_adapter.rank.messages import Hello, RankDone, Refused
-from transports.base import Cancelled
-from updater import wire
+from engine_adapter.rank.messages import Hello, RankDone
+from engine_adapter.rank.server import RankServer
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import RankInfo
 
 _PR_SET_PDEATHSIG = 1
-_STAGING_NICENESS = 10
 _WATCH_S = 0.25  # how long a failed engine may go unnoticed
 
 
@@ -68,19 +62,6 @@ def load_factory(name: str) -> EngineFactory:
     return factory
 
 
-def failures_of(error: BaseException) -> tuple[Failure, ...]:
-    """What a raised exception says, typed."""
-    if isinstance(error, LiveweightsError):
-        return error.failures
-    if isinstance(error, TimeoutError):
-        return (Failure("phase_timeout", f"out of time: {error}"),)
-    if isinstance(error, Cancelled):
-        return (Failure("client_abort", "cancelled by the front"),)
-    if isinstance(error, MemoryError):
-        return (Failure("no_space", f"out of memory: {error}"),)
-    return (Failure("rank_failed", f"{type(error).__name__}: {error}"),)
-
-
 def config_hash(model: str) -> str:
     """SHA-256 hex of the canonical `config.json`, or empty where there is none."""
     try:
@@ -94,11 +75,9 @@ class RankProcess:
     """One life of one rank."""
 
     def __init__(self, channel: RankChannel) -> None:
-        self._channel = channel
-        self._staging: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self.server = RankServer(channel, self._handle)
         self._agent: RankAgent | None = None
         self._engine: RankEngine | None = None
-        self._stopping = False
         self._verbs: dict[str, Callable[[Any], Any]] = {
             "build": self._build,
             "start": self._start,
@@ -111,52 +90,15 @@ class RankProcess:
 
     def run(self) -> None:
         """Until `stop` or until the front is gone."""
-        stager = threading.Thread(target=self._stage_loop, name="staging", daemon=True)
-        stager.start()
-        try:
-            while not self._stopping:
-                frame = self._channel.receive()
-                if frame.header.verb in STAGING_VERBS:
-                    self._staging.put(frame)
-                else:
-                    self._answer(frame)
-        except ChannelClosed:
-            return
-
-    def _stage_loop(self) -> None:
-        # Linux keeps niceness per thread: serving goes first while weights are staged.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _STAGING_NICENESS)
-        while (frame := self._staging.get()) is not None:
-            try:
-                self._answer(frame)
-            except ChannelClosed:
-                return
-
-    def _answer(self, frame: Frame) -> None:
-        verb, number = frame.header.verb, frame.header.id
-        try:
-            request_type, _ = CALLS[verb]
-            reply = self._handle(verb, wire.decode(request_type, frame.body))
-            answer = Frame.of(FrameKind.REPLY, number, verb, reply)
-        except ChannelClosed:
-            raise
-        except Exception as error:  # the rank boundary
-            if not isinstance(error, LiveweightsError | Cancelled | TimeoutError):
-                traceback.print_exc()
-            answer = Frame.of(FrameKind.REFUSED, number, verb, Refused(failures_of(error)))
-        try:
-            self._channel.send(answer)
-        except ChannelError as error:  # too long for a frame: the front must not wait for it
-            refused = Refused((Failure("body_too_large", str(error)),))
-            self._channel.send(Frame.of(FrameKind.REFUSED, number, verb, refused))
+        self.server.run()
 
     def _watch(self, engine: RankEngine) -> None:
         """An engine that failed inside a process that lives would fail every request for ever: let the front learn of
         it from the kernel, like of any other death.
         """
-        while not self._stopping:
+        while not self.server.stopping:
             failure = engine.failure
-            if failure is not None and not self._stopping:
+            if failure is not None and not self.server.stopping:
                 print(f"the engine failed: {failure}", file=sys.stderr, flush=True)
                 os._exit(ENGINE_FAILED)
             time.sleep(_WATCH_S)
@@ -214,23 +156,15 @@ class RankProcess:
         self._ready_agent().cancel(request.serial)
 
     def _stop(self, request: StopEngine) -> None:
-        self._stopping = True
-        self._staging.put(None)
+        self.server.stop()
         if self._engine is not None:
             self._engine.stop(request.deadline_s)
 
     def _tell(self, serial: int, done: int) -> None:
-        self._event("staged", Staged(serial, done))
+        self.server.event("staged", Staged(serial, done))
 
     def _emit(self, event: TokenEvent) -> None:
-        self._event("tokens", Tokens((event,)))
-
-    def _event(self, verb: str, message: Any) -> None:
-        # A front that is gone ends this process through the main thread; other threads have nothing to add.
-        try:
-            self._channel.send(Frame.of(FrameKind.EVENT, 0, verb, message))
-        except ChannelClosed:
-            return
+        self.server.event("tokens", Tokens((event,)))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.completions import Completions
 from engine_adapter.replica.front import Front
+from engine_adapter.replica.seams import Admission
 from engine_adapter.replica.tokens import ModelText
 from updater import http, wire
 from updater.core.errors import Failure, Unavailable, refuse
@@ -36,7 +37,7 @@ OPERATOR_BODY = 4 << 10
 class ReplicaFace:
     """Everything that HTTP may reach. `front` is set when the start checkpoint was admitted."""
 
-    def __init__(self, replica: str, gate: Gate) -> None:
+    def __init__(self, replica: str, gate: Admission) -> None:
         self.replica = replica
         self.front: Front | None = None
         self.failure: Failure | None = None

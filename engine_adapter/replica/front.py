@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine_adapter.rank.messages import Hello
-from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.front_work import Ranks, perform
+from engine_adapter.replica.seams import Admission
 from updater.core import replica as machine
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.core.participant import (
@@ -78,7 +78,7 @@ class Front:
         state: ReplicaState,
         identity: Identity,
         work: Ranks,
-        gate: Gate,
+        gate: Admission,
         clock: Callable[[], float] = time.monotonic,
         rejoin: Callable[[], None] = lambda: None,
     ) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
-import secrets
 import signal
 import socket
 import time
@@ -21,19 +19,15 @@ from typing import Any
 
 import uvicorn
 
-from engine_adapter.base import GenerateRequest, TokenEvent
+from engine_adapter.base import GenerateRequest
 from engine_adapter.rank.control_messages import CancelRequest
 from engine_adapter.replica.admission import Gate, Limits
 from engine_adapter.replica.app import ReplicaFace, make_app
-from engine_adapter.replica.fleet_client import FleetClient
-from engine_adapter.replica.front import Front, Identity
+from engine_adapter.replica.life import FrontLife, Membership
 from engine_adapter.replica.rank_work import Deadlines, RankWork
 from engine_adapter.replica.ranks import PoolSettings, RankPool
 from engine_adapter.replica.tokens import ModelText
 from updater.core.errors import Failure, LiveweightsError
-from updater.core.participant import Fence, JoinRequest
-from updater.core.replica_state import RankDied, started
-from updater.core.version import START
 from updater.security import Tokens, check_bind
 
 _log = logging.getLogger("liveweights.front")
@@ -43,7 +37,6 @@ ENGINES = {
     "transformers": "engine_adapter.transformers.engine:build",
     "toy": "engine_adapter.testing:build_toy",
 }
-STANDALONE = "standalone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +146,6 @@ class Replica:
 
     def __init__(self, wanted: FrontSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = wanted
-        self._clock = clock
-        self._first_incarnation = secrets.token_hex(8)
-        self._client: FleetClient | None = None
-        self._rejoining: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
         self._socket = socket.create_server((wanted.host, wanted.port))
         # What it accepts inherits this; asyncio sets it only where the protocol number was given.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -166,24 +154,34 @@ class Replica:
         model = str(wanted.model.resolve())
         self.pool = RankPool(
             PoolSettings(wanted.factory, model, wanted.tp, wanted.options, wanted.logs, wanted.start_s),
-            on_tokens=self._on_tokens,
-            on_death=self._on_death,
+            on_tokens=lambda event: self.gate.on_tokens(event),
+            on_death=lambda failure: self.life.rank_died(failure),
             on_staged=lambda rank, staged: self.work.on_staged(rank, staged),
         )
         self.gate = Gate(_PoolEngine(self.pool), wanted.limits)
         roots = tuple(str(root.resolve()) for root in wanted.roots)
         self.work = RankWork(self.pool, self.gate, model, roots, wanted.deadlines)
         self.face = ReplicaFace(self.name, self.gate)
+        self.life = FrontLife(self._membership(), self.pool, self.work, self.gate, self.face, clock)
         text = ModelText.load(wanted.model, Path(model).name)
         app = make_app(self.face, self.gate, text, wanted.tokens)
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2)
         self.server = _Server(config)
-        self.joined = asyncio.Event()
+
+    def _membership(self) -> Membership:
+        wanted = self.settings
+        return Membership(
+            self.name, self.url, str(wanted.model), wanted.coordinator, wanted.tokens.admin, wanted.watch_s
+        )
+
+    @property
+    def joined(self) -> asyncio.Event:
+        """Set once it was admitted."""
+        return self.life.joined
 
     @property
     def incarnation(self) -> str:
-        front = self.face.front
-        return front.state.incarnation if front is not None else self._first_incarnation
+        return self.life.incarnation
 
     @property
     def url(self) -> str:
@@ -192,8 +190,7 @@ class Replica:
     async def run(self, stop: asyncio.Event) -> int:
         """Serve until `stop` is set. On return no process and no socket of this replica is left."""
         serving = asyncio.create_task(self.server.serve(sockets=[self._socket]))
-        fleet = self._client = self._fleet()
-        joining = asyncio.create_task(self._start_and_join(fleet))
+        joining = asyncio.create_task(self._start_and_join())
         stopping = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({joining, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -201,100 +198,27 @@ class Replica:
                 await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
             clean = stopping.done()
         finally:
-            await self._stop(joining, stopping, serving, fleet)
+            await self._stop(joining, stopping, serving)
         return 0 if clean else 1
 
-    def _fleet(self) -> FleetClient | None:
-        wanted = self.settings
-        if not wanted.coordinator:
-            return None
-        return FleetClient(wanted.coordinator, self.name, self.url, lambda: self.incarnation, wanted.tokens.admin)
-
-    async def _start_and_join(self, fleet: FleetClient | None) -> bool:
+    async def _start_and_join(self) -> bool:
         """False: this replica cannot serve, and why was logged."""
         try:
-            front = await self._start_front()
-            if fleet is None:
-                await self._open_alone(front)
+            hellos = await self.pool.start()
         except LiveweightsError as error:
-            self.face.failure = error.failures[0]
-            _log.error("the replica cannot start: %s", error)
+            self.life.refuse(error)
             return False
-        if fleet is not None:
-            await fleet.register(front.reopened)
-            self._watching = asyncio.create_task(self._watch(fleet, front))
-        self.joined.set()
-        return True
-
-    async def _watch(self, fleet: FleetClient, front: Front) -> None:
-        """Another process is the member now: nothing here may be served any more, and only a restart helps."""
-        failure = await fleet.watch(self.settings.watch_s, front.reopened)
-        front.feed(RankDied(failure))
-
-    async def _start_front(self) -> Front:
-        hellos = await self.pool.start()
         _log.info("%s: %d ranks loaded %s", self.name, len(hellos), self.settings.model)
-        digest = await self.work.replay_start()
-        identity = Identity(self.url, str(self.settings.model), hellos)
-        state = started(self.name, self._first_incarnation, str(START), digest, len(self.pool.hellos))
-        front = Front(state, identity, self.work, self.gate, self._clock, self._rejoin)
-        self.face.front = front
-        gc.freeze()  # what start left behind stays: no collection within a pause looks through it
-        _log.info("%s: start checkpoint proved, digest %s", self.name, digest[:16])
-        return front
-
-    async def _open_alone(self, front: Front) -> None:
-        state = front.state
-        fence = Fence(state.fleet or STANDALONE, *(state.mark if state.fleet else (1, 0, 0)), state.incarnation)
-        await front.ask("join", JoinRequest(fence, state.live.version, state.live.digest))
-
-    def _rejoin(self) -> None:
-        """An operator had the quarantine lifted: asks to be admitted like any joiner."""
-        if self._rejoining is not None:
-            self._rejoining.cancel()
-        self._rejoining = asyncio.get_running_loop().create_task(self._ask_again())
-
-    async def _ask_again(self) -> None:
-        front = self.face.front
-        if front is None:
-            return
-        if self._client is not None:
-            await self._client.register(front.reopened)
-            return
-        try:
-            await self._open_alone(front)
-        except LiveweightsError as error:
-            _log.error("the readmitted replica did not open: %s", error)
+        return await self.life.start_and_join()
 
     async def _stop(
-        self,
-        joining: asyncio.Task[bool],
-        stopping: asyncio.Task[bool],
-        serving: asyncio.Task[None],
-        fleet: FleetClient | None,
+        self, joining: asyncio.Task[bool], stopping: asyncio.Task[bool], serving: asyncio.Task[None]
     ) -> None:
-        ending: list[asyncio.Task[Any]] = [joining, stopping]
-        ending += [task for task in (self._rejoining, self._watching) if task is not None]
-        for task in ending:
+        for task in (joining, stopping):
             task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
-        if self.face.front is not None:
-            await self.face.front.stop()
-        if fleet is not None:
-            await fleet.leave(self.settings.stop_s)
-            await fleet.close()
+        await asyncio.gather(joining, stopping, return_exceptions=True)
+        await self.life.stop(self.settings.stop_s)
         await self.pool.stop(self.settings.stop_s)
         self.server.should_exit = True
         await asyncio.gather(serving, return_exceptions=True)
         self._socket.close()
-
-    def _on_tokens(self, event: TokenEvent) -> None:
-        self.gate.on_tokens(event)
-
-    def _on_death(self, failure: Failure) -> None:
-        front = self.face.front
-        if front is not None:
-            front.rank_died(failure)
-        else:
-            self.face.failure = failure
-            self.gate.break_down(failure)

@@ -33,10 +33,9 @@ from engine_adapter.rank.messages import (
     RankVerify,
     RankVerifyReply,
 )
-from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.agreement import agree, mismatches, not_proven, same_build, warnings
 from engine_adapter.replica.planned import Planned, first_seat, require_digests, with_digests
-from engine_adapter.replica.ranks import RankPool
+from engine_adapter.replica.seams import Admission, Pool
 from updater.core.errors import Aborted, Failure, Rejected, refuse
 from updater.core.participant import (
     DiskOffer,
@@ -77,7 +76,7 @@ class RankWork:
     """One replica's ranks as one thing."""
 
     def __init__(
-        self, pool: RankPool, gate: Gate, model: str, roots: tuple[str, ...], deadlines: Deadlines | None = None
+        self, pool: Pool, gate: Admission, model: str, roots: tuple[str, ...], deadlines: Deadlines | None = None
     ) -> None:
         self._pool = pool
         self._gate = gate

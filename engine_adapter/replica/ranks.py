@@ -7,30 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine_adapter.base import EngineSpec, TokenEvent
-from engine_adapter.rank.channel import ChannelClosed, ChannelError, Frame, FrameKind, FrontChannel
-from engine_adapter.rank.control_messages import CALLS, ENGINE_FAILED, Build, CancelStaging, Staged, StopEngine, Tokens
-from engine_adapter.rank.messages import Hello, Refused
-from updater import wire
-from updater.core.errors import Aborted, Failure, LiveweightsError
-
-#: Verbs that a rank can be told to give up.
-_CANCELLABLE = frozenset({"plan", "stage", "verify", "check_previous"})
-#: How long the other ranks may take to notice that a staging verb was cancelled.
-_CANCEL_GRACE_S = 10.0
+from engine_adapter.rank.channel import FrontChannel
+from engine_adapter.rank.control_messages import ENGINE_FAILED, Build, Staged, StopEngine
+from engine_adapter.rank.messages import Hello
+from engine_adapter.replica.calls import RankCalls, RankLine
+from updater.core.errors import Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,56 +39,13 @@ class PoolSettings:
 
 
 class _Rank:
-    """One child process, its channel and its open calls."""
+    """One child process and the line to it."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], channel: FrontChannel) -> None:
-        self.rank = rank
+    def __init__(self, process: subprocess.Popen[bytes], line: RankLine) -> None:
         self.process = process
-        self.channel = channel
-        self.calls: dict[int, asyncio.Future[Any]] = {}
-        self.death: Failure | None = None
+        self.line = line
         self.gone = asyncio.Event()
         self.reader: asyncio.Task[None] | None = None
-
-    def call(self, number: int, verb: str, request: Any) -> asyncio.Future[Any]:
-        """The reply comes as the future's result; a refusal or a death as Aborted."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if self.death is not None:
-            future.set_exception(Aborted(self.death))
-            return future
-        self.calls[number] = future
-        try:
-            self.channel.send(Frame.of(FrameKind.CALL, number, verb, request))
-        except ChannelClosed:
-            pass  # the death that follows fails the future
-        except ChannelError as error:
-            del self.calls[number]
-            future.set_exception(Aborted(Failure("body_too_large", str(error), rank=self.rank)))
-        return future
-
-    def answered(self, frame: Frame) -> None:
-        future = self.calls.pop(frame.header.id, None)
-        if future is None or future.done():
-            return  # its caller stopped waiting
-        try:
-            if frame.header.kind is FrameKind.REFUSED:
-                refused = wire.decode(Refused, frame.body)
-                future.set_exception(Aborted(*(f.at(rank=self.rank) for f in refused.failures)))
-            else:
-                future.set_result(wire.decode(CALLS[frame.header.verb][1], frame.body))
-        except (wire.WireError, KeyError) as error:
-            future.set_exception(Aborted(Failure("rank_failed", f"unreadable answer: {error}", rank=self.rank)))
-
-    def die(self, failure: Failure) -> bool:
-        """True the first time."""
-        if self.death is not None:
-            return False
-        self.death = failure
-        calls, self.calls = self.calls, {}
-        for future in calls.values():
-            if not future.done():
-                future.set_exception(Aborted(failure))
-        return True
 
 
 class RankPool:
@@ -111,11 +61,9 @@ class RankPool:
     ) -> None:
         self.settings = settings
         self.hellos: tuple[Hello, ...] = ()
-        self._on_tokens = on_tokens
+        self._calls = RankCalls(on_tokens=on_tokens, on_staged=on_staged)
         self._on_death = on_death
-        self._on_staged = on_staged
         self._ranks: list[_Rank] = []
-        self._numbers = itertools.count(1)
         self._stopping = False
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -130,7 +78,7 @@ class RankPool:
     @property
     def death(self) -> Failure | None:
         """Of the first rank that died, if one did."""
-        return next((rank.death for rank in self._ranks if rank.death is not None), None)
+        return self._calls.death
 
     async def start(self) -> tuple[Hello, ...]:
         """Start every rank and load the model. Raises Aborted, and has then stopped what it started."""
@@ -139,7 +87,7 @@ class RankPool:
         settings = self.settings
         try:
             for rank in range(settings.size):
-                self._ranks.append(await self._spawn(rank))
+                await self._spawn(rank)
             builds = [
                 Build(
                     settings.factory,
@@ -154,71 +102,21 @@ class RankPool:
         return self.hellos
 
     async def call(self, verb: str, request: Any, *, deadline_s: float) -> list[Any]:
-        """The same request (or one per rank, as a list) to all ranks at once; the replies in rank order.
-
-        Raises Aborted with every failure, in the order in which ranks reported them. After the first refusal the
-        others are still awaited within the deadline, so that no rank is left in the middle of something; a death
-        ends the wait at once, since the others may hang in a collective with it.
-        """
-        requests = request if isinstance(request, list) else [request] * self.size
-        calls = [rank.call(next(self._numbers), verb, one) for rank, one in zip(self._ranks, requests, strict=True)]
-        try:
-            failures = await self._gather(verb, requests, calls, deadline_s)
-        finally:
-            for call in calls:
-                call.cancel()  # of those still open: nobody waits for them any more
-        if failures:
-            raise Aborted(*failures)
-        return [call.result() for call in calls]
+        """See `RankCalls.call`."""
+        return await self._calls.call(verb, request, deadline_s=deadline_s)
 
     def tell_first(self, verb: str, request: Any) -> asyncio.Future[Any]:
         """To rank 0 alone: requests are submitted and cancelled there. Sent when this returns; no deadline."""
-        return self._ranks[0].call(next(self._numbers), verb, request)
-
-    async def _gather(
-        self, verb: str, requests: Sequence[Any], calls: Sequence[asyncio.Future[Any]], deadline_s: float
-    ) -> list[Failure]:
-        """What went wrong on any rank. What a rank says only because we stopped it for another's sake is left out."""
-        end = time.monotonic() + deadline_s
-        failures: list[Failure] = []
-        pending = set(calls)
-        stopped = False  # by us, for a failure that came first
-        while pending:
-            done, pending = await asyncio.wait(
-                pending, timeout=max(0.0, end - time.monotonic()), return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                failures += [
-                    Failure("phase_timeout", f"no answer to {verb} in {deadline_s:.1f} s", rank=rank)
-                    for rank, call in enumerate(calls)
-                    if call in pending
-                ]
-                self._cancel(verb, requests)
-                break
-            new = [failure for call in calls if call in done for failure in _failures(call)]
-            failures += [failure for failure in new if not (stopped and failure.code == "client_abort")]
-            if failures and not stopped and verb in _CANCELLABLE:
-                stopped = True
-                self._cancel(verb, requests)
-                end = min(end, time.monotonic() + _CANCEL_GRACE_S)
-            if any(failure.code == "rank_died" for failure in failures):
-                break
-        return failures
-
-    def _cancel(self, verb: str, requests: Sequence[Any]) -> None:
-        if verb in _CANCELLABLE:
-            self.cancel_staging(requests[0].serial)
+        return self._calls.tell(self._calls.lines[0], verb, request)
 
     def cancel_staging(self, serial: int) -> None:
         """Tell every rank to give up what it stages for `serial`; the calls themselves then end as refused."""
-        for rank in self._ranks:
-            rank.call(next(self._numbers), "cancel_staging", CancelStaging(serial)).add_done_callback(_forget)
+        self._calls.cancel_staging(serial)
 
     async def stop(self, deadline_s: float) -> None:
         """Ask, wait, then kill. On return no rank process is left."""
         self._stopping = True
-        for rank in self._ranks:
-            rank.call(next(self._numbers), "stop", StopEngine(deadline_s)).add_done_callback(_forget)
+        self._calls.tell_all("stop", StopEngine(deadline_s))
         waits = [asyncio.ensure_future(rank.gone.wait()) for rank in self._ranks]
         if waits:
             _, late = await asyncio.wait(waits, timeout=deadline_s)
@@ -228,7 +126,7 @@ class RankPool:
             if late:
                 await asyncio.wait(late)
         for rank in self._ranks:
-            rank.channel.close()
+            rank.line.channel.close()
             if rank.reader is not None:
                 rank.reader.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -237,14 +135,16 @@ class RankPool:
             self._folder.cleanup()
             self._folder = None
 
-    async def _spawn(self, number: int) -> _Rank:
+    async def _spawn(self, number: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             process = self._launch(number, theirs.fileno())
-        rank = _Rank(number, process, await FrontChannel.over(ours))
+        line = RankLine(number, await FrontChannel.over(ours))
+        rank = _Rank(process, line)
+        self._ranks.append(rank)
+        self._calls.lines.append(line)
         rank.reader = asyncio.create_task(self._read(rank), name=f"rank {number}")
         self._watch(rank)
-        return rank
 
     def _launch(self, number: int, fd: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "engine_adapter.rank.main", "--fd", str(fd), "--parent", str(os.getpid())]
@@ -272,38 +172,13 @@ class RankPool:
         loop.add_reader(descriptor, ended)
 
     async def _read(self, rank: _Rank) -> None:
-        try:
-            while True:
-                frame = await rank.channel.receive()
-                if frame.header.kind is not FrameKind.EVENT:
-                    rank.answered(frame)
-                elif frame.header.verb == "tokens":
-                    for event in wire.decode(Tokens, frame.body).events:
-                        self._on_tokens(event)
-                elif frame.header.verb == "staged":
-                    self._on_staged(rank.rank, wire.decode(Staged, frame.body))
-        except ChannelClosed:
-            return  # the pid descriptor tells the rest
-        except (ChannelError, wire.WireError) as error:
-            self._died(rank, f"its channel broke: {error}")
+        """A channel that was closed says nothing here: the pid descriptor tells the rest."""
+        broken = await self._calls.read(rank.line)
+        if broken:
+            self._died(rank, f"its channel broke: {broken}")
             rank.process.send_signal(signal.SIGKILL)
 
     def _died(self, rank: _Rank, why: str) -> None:
-        failure = Failure("rank_died", why, rank=rank.rank)
-        if rank.die(failure) and not self._stopping:
+        failure = Failure("rank_died", why, rank=rank.line.rank)
+        if rank.line.die(failure) and not self._stopping:
             self._on_death(failure)
-
-
-def _failures(call: asyncio.Future[Any]) -> tuple[Failure, ...]:
-    error = call.exception()
-    if error is None:
-        return ()
-    if isinstance(error, LiveweightsError):
-        return error.failures
-    raise error
-
-
-def _forget(call: asyncio.Future[Any]) -> None:
-    """Nobody waits for this answer; looking at it keeps asyncio quiet."""
-    if not call.cancelled():
-        call.exception()

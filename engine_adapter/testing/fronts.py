@@ -16,7 +16,8 @@ import httpx
 import torch
 
 from engine_adapter.rank.messages import RankDigests
-from engine_adapter.replica.launch import ENGINES, STANDALONE, FrontSettings, Replica
+from engine_adapter.replica.launch import ENGINES, FrontSettings, Replica
+from engine_adapter.replica.life import STANDALONE
 from engine_adapter.testing.checkpoint import make_toy_checkpoint
 from engine_adapter.testing.pace import steps_held
 from engine_adapter.testing.reference import Reference

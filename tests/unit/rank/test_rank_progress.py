@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from engine_adapter.rank.control_messages import Staged
 from engine_adapter.rank.main import RankProcess
 from engine_adapter.rank.messages import RankPlan, RankStage, RankStatus, RankVerify, Refused
 from engine_adapter.rank.progress import EVERY_S, Meter
-from engine_adapter.replica.ranks import PoolSettings, RankPool, _Rank
+from engine_adapter.replica.calls import RankCalls, RankLine
 from engine_adapter.testing.bare import BareEngine
 from engine_adapter.testing.small_models import manifest_of
 from transports.testing import MemorySource
@@ -53,18 +51,12 @@ def test_a_rank_tells_while_it_stages() -> None:
     agent.verify(RankVerify(3, make_cuts(plan.tensors, [plan.boxes]), 900.0))
 
 
-def test_what_a_rank_tells_reaches_its_front(tmp_path: Path) -> None:
+def test_what_a_rank_tells_reaches_its_front() -> None:
     async def main() -> list[tuple[int, Staged]]:
         heard: list[tuple[int, Staged]] = []
         ours, theirs = socket.socketpair()
-        pool = RankPool(
-            PoolSettings("none", str(tmp_path), 1),
-            on_tokens=lambda _event: None,
-            on_death=lambda _failure: None,
-            on_staged=lambda rank, staged: heard.append((rank, staged)),
-        )
-        process: Any = SimpleNamespace(pid=0)
-        reading = asyncio.create_task(pool._read(_Rank(4, process, await FrontChannel.over(ours))))
+        calls = RankCalls(on_staged=lambda rank, staged: heard.append((rank, staged)))
+        reading = asyncio.create_task(calls.read(RankLine(4, await FrontChannel.over(ours))))
         rank = RankProcess(RankChannel(theirs))
         rank._tell(3, 100)
         rank._tell(3, 200)
@@ -93,7 +85,7 @@ def test_an_answer_that_is_too_long_is_a_refusal() -> None:
     ours, theirs = socket.socketpair()
     rank = RankProcess(Narrow(theirs))
     front = RankChannel(ours)
-    rank._answer(Frame.of(FrameKind.CALL, 7, "status", RankStatus()))
+    rank.server.answer(Frame.of(FrameKind.CALL, 7, "status", RankStatus()))
     answer = front.receive()
     assert (answer.header.kind, answer.header.id) == (FrameKind.REFUSED, 7)
     assert wire.decode(Refused, answer.body).failures[0].code == "body_too_large"

@@ -1,0 +1,159 @@
+"""One life of a front: its start checkpoint is proved, its coordinator admits it, it looks whether it still is the
+member, asks again after a readmission, and leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from engine_adapter.replica.app import ReplicaFace
+from engine_adapter.replica.fleet_client import FleetClient
+from engine_adapter.replica.front import Front, Identity
+from engine_adapter.replica.rank_work import RankWork
+from engine_adapter.replica.seams import Admission, Pool
+from updater.core.errors import Failure, LiveweightsError
+from updater.core.participant import Fence, JoinRequest
+from updater.core.replica_state import RankDied, started
+from updater.core.version import START
+
+_log = logging.getLogger("liveweights.front")
+STANDALONE = "standalone"
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Who this replica is. `coordinator` empty: it opens by itself and no publication can reach it.
+
+    `url`: where the coordinator finds the participant contract. `watch_s`: how often it asks whether it is still the
+    member under its id. `transport`: how the coordinator is reached, if not over sockets.
+    """
+
+    name: str
+    url: str
+    model: str
+    coordinator: str = ""
+    token: str = ""
+    watch_s: float = 3.0
+    transport: httpx.AsyncBaseTransport | None = None
+
+
+class FrontLife:
+    """For one event loop. `clock`: what leases run on, monotonic seconds."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        pool: Pool,
+        work: RankWork,
+        gate: Admission,
+        face: ReplicaFace,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._membership = membership
+        self._pool, self._work, self._gate, self._face = pool, work, gate, face
+        self._clock = clock
+        self._first_incarnation = secrets.token_hex(8)
+        self._rejoining: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._fleet = self._client()
+        self.joined = asyncio.Event()
+
+    @property
+    def incarnation(self) -> str:
+        front = self._face.front
+        return front.state.incarnation if front is not None else self._first_incarnation
+
+    def _client(self) -> FleetClient | None:
+        mine = self._membership
+        if not mine.coordinator:
+            return None
+        return FleetClient(mine.coordinator, mine.name, mine.url, lambda: self.incarnation, mine.token, mine.transport)
+
+    async def start_and_join(self) -> bool:
+        """The ranks are there. False: this replica cannot serve, and why was logged."""
+        try:
+            front = await self._start_front()
+            if self._fleet is None:
+                await self._open_alone(front)
+        except LiveweightsError as error:
+            self.refuse(error)
+            return False
+        if self._fleet is not None:
+            await self._fleet.register(front.reopened)
+            self._watching = asyncio.create_task(self._watch(self._fleet, front))
+        self.joined.set()
+        return True
+
+    def refuse(self, error: LiveweightsError) -> None:
+        """It never comes so far as to have a front."""
+        self._face.failure = error.failures[0]
+        _log.error("the replica cannot start: %s", error)
+
+    async def _start_front(self) -> Front:
+        digest = await self._work.replay_start()
+        mine, hellos = self._membership, self._pool.hellos
+        state = started(mine.name, self._first_incarnation, str(START), digest, len(hellos))
+        identity = Identity(mine.url, mine.model, hellos)
+        front = Front(state, identity, self._work, self._gate, self._clock, self._rejoin)
+        self._face.front = front
+        gc.freeze()  # what start left behind stays: no collection within a pause looks through it
+        _log.info("%s: start checkpoint proved, digest %s", mine.name, digest[:16])
+        return front
+
+    async def _watch(self, fleet: FleetClient, front: Front) -> None:
+        """Another process is the member now: nothing here may be served any more, and only a restart helps."""
+        failure = await fleet.watch(self._membership.watch_s, front.reopened)
+        front.feed(RankDied(failure))
+
+    async def _open_alone(self, front: Front) -> None:
+        state = front.state
+        fence = Fence(state.fleet or STANDALONE, *(state.mark if state.fleet else (1, 0, 0)), state.incarnation)
+        await front.ask("join", JoinRequest(fence, state.live.version, state.live.digest))
+
+    def _rejoin(self) -> None:
+        """An operator had the quarantine lifted: asks to be admitted like any joiner."""
+        if self._rejoining is not None:
+            self._rejoining.cancel()
+        self._rejoining = asyncio.get_running_loop().create_task(self._ask_again())
+
+    async def _ask_again(self) -> None:
+        front = self._face.front
+        if front is None:
+            return
+        if self._fleet is not None:
+            await self._fleet.register(front.reopened)
+            return
+        try:
+            await self._open_alone(front)
+        except LiveweightsError as error:
+            _log.error("the readmitted replica did not open: %s", error)
+
+    def rank_died(self, failure: Failure) -> None:
+        """Whenever it is: while it starts, there is no front that could be told."""
+        front = self._face.front
+        if front is not None:
+            front.rank_died(failure)
+        else:
+            self._face.failure = failure
+            self._gate.break_down(failure)
+
+    async def stop(self, deadline_s: float) -> None:
+        """Shut for good, and say so to the coordinator within the deadline."""
+        ending: list[asyncio.Task[Any]] = [t for t in (self._rejoining, self._watching) if t is not None]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        if self._face.front is not None:
+            await self._face.front.stop()
+        if self._fleet is not None:
+            await self._fleet.leave(deadline_s)
+            await self._fleet.close()
