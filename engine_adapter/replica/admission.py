@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine_adapter.base import GenerateRequest, TokenEvent
+from engine_adapter.replica.door import Door, Limits
 from engine_adapter.replica.replies import Piece, Running, Wanted
-from updater.core.errors import Aborted, Failure, LiveweightsError, Rejected, Unavailable
+from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable
 from updater.core.policy import InFlight
 
 
@@ -28,36 +27,28 @@ class RequestEngine(Protocol):
         """Nobody waits for an answer: the end of the request comes as a token event."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """`wait_s`: how long a request may wait at a shut gate before its 503. `submit_s`: until the engine took it."""
-
-    max_waiting: int = 256
-    wait_s: float = 30.0
-    submit_s: float = 30.0
-
-
 class Gate:
     """Admission of one replica. Lives on one event loop; starts shut."""
 
     def __init__(self, engine: RequestEngine, limits: Limits | None = None) -> None:
         self._engine = engine
         self._limits = limits or Limits()
+        self._door = Door(self._limits)
         self._running: dict[str, Running] = {}  # by engine id
         self._ending: set[str] = set()  # cancelled by us, not yet let go of by the engine
         self._parked: list[Running] = []
-        self._waiters: list[asyncio.Future[None]] = []
         self._changed = asyncio.Event()
         self._ids = itertools.count(1)
-        self._open = False
-        self._pending = ""  # label of the update that has shut the gate, while it may still be published
-        self._broken: Failure | None = None
-        self.version = ""
         self.mixed = 0  # tokens that would have mixed versions: must stay 0
 
     @property
+    def version(self) -> str:
+        """Label of what is served."""
+        return self._door.version
+
+    @property
     def is_open(self) -> bool:
-        return self._open
+        return self._door.is_open
 
     @property
     def in_flight(self) -> int:
@@ -65,7 +56,7 @@ class Gate:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiters)
+        return self._door.waiting
 
     def next_id(self) -> str:
         return f"r{next(self._ids)}"
@@ -75,11 +66,7 @@ class Gate:
 
         Raises Unavailable (`shut`, `queue_full`) or Rejected (`version_not_served`, retryable), nothing started.
         """
-        end = time.monotonic() + self._limits.wait_s
-        queued = False
-        while not self._may_start(wanted):
-            await self._wait(end, queued)
-            queued = True
+        await self._door.enter(wanted)
         running = Running(request, wanted, self.version)
         taken = self._submit(running, request)
         try:
@@ -112,42 +99,6 @@ class Gate:
         taken = self._engine.submit(request)
         taken.add_done_callback(settled)
         return taken
-
-    def _may_start(self, wanted: Wanted) -> bool:
-        """False: wait. Raises what no waiting can mend."""
-        if self._broken is not None:
-            raise Unavailable(Failure("shut", f"the replica is out of service: {self._broken.message}"))
-        if self._open and wanted.accepts(self.version):
-            return True
-        coming = "" if self._open else self._pending
-        if wanted.particular and not (coming and wanted.accepts(coming)):
-            raise Rejected(
-                Failure("version_not_served", f"serving {self.version or 'nothing yet'}, coming {coming or 'nothing'}"),
-                live_version=self.version or None,
-            )
-        return False
-
-    async def _wait(self, end: float, queued: bool) -> None:
-        """`queued`: it was woken and has to wait on; its place is not given to a newcomer."""
-        if not queued and len(self._waiters) >= self._limits.max_waiting:
-            raise Unavailable(Failure("queue_full", f"{self._limits.max_waiting} requests wait already"))
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        try:
-            async with asyncio.timeout(max(0.0, end - time.monotonic())):
-                await waiter
-        except TimeoutError:
-            message = f"still shut after {self._limits.wait_s:.1f} s"
-            raise Unavailable(Failure("shut", message), live_version=self.version or None) from None
-        finally:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
 
     def give_up(self, running: Running) -> None:
         """Its client is gone, or it may not go on: it ends here, and soon at the engine."""
@@ -202,7 +153,7 @@ class Gate:
         running.requeue = False
         if len(running.tokens) >= running.request.max_tokens:
             running.hand_out(Piece((), "length"))
-        elif not self._open:
+        elif not self._door.is_open:
             self._parked.append(running)
         elif not running.wanted.accepts(self.version):
             running.ended_by_update = True
@@ -218,9 +169,7 @@ class Gate:
 
     def close(self, mode: InFlight, pending: str) -> tuple[int, int]:
         """Shut. `pending`: label that may be published next. Returns how many were aborted and requeued."""
-        self._open = False
-        self._pending = pending
-        self._wake()  # those that no longer fit what is coming are refused now
+        self._door.close(pending)
         if mode is InFlight.KEEP:
             for running in self._running.values():
                 running.next_version = pending
@@ -256,11 +205,8 @@ class Gate:
 
     def open(self, version: str) -> None:
         """Serve `version`. Requests that recompute stopped go on, then those that wait come in."""
-        if self._broken is not None:
+        if not self._door.open(version):
             return
-        self.version = version
-        self._pending = ""
-        self._open = True
         self.before_switch(version)
         for running in self._running.values():
             if running.next_version != version:
@@ -270,14 +216,13 @@ class Gate:
             if running.next_version != version:
                 running.next_version = None
             self._go_on(running)
-        self._wake()
+        self._door.wake()
 
     def break_down(self, failure: Failure) -> None:
         """The engine is gone or in doubt: everybody is told, nobody is let in any more. What still runs at the engine
         is told to end, and `quiesce` waits for it: a replica that is mended does not go on with it.
         """
-        self._open = False
-        self._broken = failure
+        self._door.break_down(failure)
         running_here, self._running = self._running, {}
         for running in [*running_here.values(), *self._parked]:
             running.hand_out(Piece((), "error", failure))
@@ -286,8 +231,8 @@ class Gate:
             self._ending.add(engine_id)
             self._engine.cancel(engine_id)
         self._changed.set()
-        self._wake()
+        self._door.wake()
 
     def mend(self) -> None:
         """An audit found the replica in order again; the gate stays shut until `open`."""
-        self._broken = None
+        self._door.mend()

@@ -21,8 +21,9 @@ import uvicorn
 
 from engine_adapter.base import GenerateRequest
 from engine_adapter.rank.control_messages import CancelRequest
-from engine_adapter.replica.admission import Gate, Limits
+from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.app import ReplicaFace, make_app
+from engine_adapter.replica.door import Limits
 from engine_adapter.replica.life import FrontLife, Membership
 from engine_adapter.replica.rank_work import Deadlines, RankWork
 from engine_adapter.replica.ranks import PoolSettings, RankPool

@@ -29,8 +29,11 @@ class Admission(Protocol):
     Shut at first. `close` and `open` come as the replica table says; labels of tokens come from the engine (I3).
     """
 
-    version: str
     mixed: int  # tokens refused because they would have mixed versions: must stay 0
+
+    @property
+    def version(self) -> str:
+        """Label of what is served."""
 
     @property
     def is_open(self) -> bool: ...
