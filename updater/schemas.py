@@ -174,8 +174,8 @@ class RollbackRequest(_Body):
     policy: PolicyBody = PolicyBody()
 
 
-#: A front over HTTP, or a Ray actor as `ray://<actor name>@<namespace>`.
-_FRONT = r"^(https?://[^\s/?#@]+/?|ray://[A-Za-z0-9._:-]+@[A-Za-z0-9._:-]+)$"
+#: A front over HTTP, also below a path of its server, or a Ray actor as `ray://<actor name>@<namespace>`.
+_FRONT = r"^(https?://[^\s/?#@]+(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*/?|ray://[A-Za-z0-9._:-]+@[A-Za-z0-9._:-]+)$"
 
 
 class JoinBody(_Body):

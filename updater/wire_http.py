@@ -92,10 +92,11 @@ class Client:
 
     def __init__(self, url: str, token: str = "") -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ValueError(f"not a server's URL: {url[:200]!r}")
         self._host, self._tls = parts.hostname, ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
+        self._path = parts.path.rstrip("/")
         self._headers = [("Host", parts.netloc), ("Content-Type", "application/json"), ("Accept-Encoding", "identity")]
         if token:
             self._headers.append(("Authorization", f"Bearer {token}"))
@@ -110,12 +111,12 @@ class Client:
                 line.close()
                 continue
             try:
-                return await self._use(line, target, body, limit)
+                return await self._use(line, self._path + target, body, limit)
             except BROKEN:
                 if line.answering:
                     raise
                 break
-        return await self._use(await self._connect(), target, body, limit)
+        return await self._use(await self._connect(), self._path + target, body, limit)
 
     async def _connect(self) -> _Line:
         async with asyncio.timeout(CONNECT_S):

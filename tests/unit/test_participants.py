@@ -9,12 +9,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 import uvicorn
+from fastapi import FastAPI
 
 from updater.coordinator import participants
 from updater.coordinator.participants import HttpParticipant, Refusal, Unreachable
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import Fence, FenceRequest, FrontStatus, StatusRequest
 from updater.http import problem
+from updater.schemas import JoinBody
 from updater.security import Tokens
 from updater.testing.fronts import ManualClock, SimulatedFront, front_app
 from updater.wire_http import Client, TooLong
@@ -63,14 +65,18 @@ class Canned:
             server.close()
 
 
-def test_a_real_front_over_a_real_socket() -> None:
+@pytest.mark.parametrize("path", ["", "/v1/liveweights"])
+def test_a_real_front_over_a_real_socket(path: str) -> None:
     async def main() -> None:
         front = SimulatedFront("one", ManualClock())
         listener = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(front_app(front, Tokens(TOKEN)), log_level="error", lifespan="off")
+        app = FastAPI()
+        app.mount(path, front_app(front, Tokens(TOKEN)))
+        config = uvicorn.Config(app, log_level="error", lifespan="off")
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}{path}/"
+        assert JoinBody(replica="one", url=url).url == url
         client, stranger = HttpParticipant("one", url, TOKEN), HttpParticipant("one", url)
         try:
             status = await client.call("status", StatusRequest(), 20)
@@ -231,7 +237,9 @@ def test_a_connection_that_was_reset_while_nobody_looked_is_replaced() -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "x", "http://", "http://x:99999", "http://x/path", "http://x:y"])
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "x", "http://", "http://x:99999", "http://x/?a", "http://x/#a", "http://x:y"]
+)
 def test_what_is_no_address_of_a_server(url: str) -> None:
     with pytest.raises(ValueError):
         HttpParticipant("one", url)

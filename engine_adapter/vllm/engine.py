@@ -1,0 +1,116 @@
+"""One rank of a vLLM engine, seen from inside its worker process: implements `engine_adapter.base.RankEngine`.
+
+vLLM generates, schedules and pauses by itself, and the front asks it to through the engine client; what is here is
+what only the worker knows: its tensors, their placement, and where it stands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter, PausePoint, TokenEvent
+from engine_adapter.placement.rows import Placement
+from engine_adapter.vllm.parameters import collect
+from engine_adapter.vllm.recording import RecordedPlacements
+from updater.core.errors import Failure, LiveweightsError, refuse
+from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode
+from updater.manifest import TensorSpec
+
+#: Docs: docs/vllm.md.
+CELLS = (
+    (InFlight.DRAIN, CachePolicy.RESET),
+    (InFlight.DRAIN, CachePolicy.NAMESPACE),
+    (InFlight.DRAIN, CachePolicy.KEEP),
+    (InFlight.ABORT, CachePolicy.RESET),
+    (InFlight.ABORT, CachePolicy.NAMESPACE),
+    (InFlight.ABORT, CachePolicy.KEEP),
+    (InFlight.RECOMPUTE, CachePolicy.RESET),
+    (InFlight.KEEP, CachePolicy.NAMESPACE),
+)
+NOTES = (
+    "in_flight=recompute goes with cache=reset: vLLM recomputes what runs only when it drops its blocks",
+    "in_flight=keep goes with cache=namespace: with one namespace, blocks of a request that spans versions would be"
+    " shared with later ones",
+)
+
+
+class VllmRankEngine:
+    """`worker`: vLLM's own, with its model loaded. Made while the engine serves nobody."""
+
+    name = "vllm"
+
+    def __init__(self, worker: Any, spec: EngineSpec) -> None:
+        self.rank, self.size = spec.rank, spec.size
+        self._worker = worker
+        model = worker.get_model()
+        self._parameters = collect(model)
+        self._placements = RecordedPlacements(worker.vllm_config, model)
+        self._steps = 0
+        self._stood: tuple[int, PausePoint] | None = None
+        self._lock = threading.Lock()
+        model.register_forward_pre_hook(self._count)
+        eager = bool(worker.vllm_config.model_config.enforce_eager)
+        install = (InstallMode.FLIP, InstallMode.EXCHANGE) if eager else (InstallMode.EXCHANGE,)
+        self._capabilities = Capabilities(cells=CELLS, install=install, notes=NOTES)
+
+    def _count(self, *_call: Any) -> None:
+        self._steps += 1
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def failure(self) -> str | None:
+        """vLLM ends a worker that failed, and the front sees its socket close."""
+        return None
+
+    def parameters(self) -> Mapping[str, Parameter]:
+        return self._parameters
+
+    def derived(self) -> tuple[Derived, ...]:
+        return ()
+
+    def placement(self, specs: Mapping[str, TensorSpec]) -> Placement:
+        return self._placements.placement(specs)
+
+    def stand(self, number: int) -> None:
+        """On the worker's own thread, between two steps, while the scheduler is paused. `number`: of this pause."""
+        runner = self._worker.model_runner
+        held = "\n".join(sorted(str(request) for request in getattr(runner, "requests", ())))
+        point = PausePoint(self._steps, hashlib.sha256(held.encode()).hexdigest())
+        with self._lock:
+            self._stood = (number, point)
+
+    def pause(self, deadline_s: float) -> PausePoint:
+        """The front has paused the scheduler and had every rank note where it stands."""
+        with self._lock:
+            stood, self._stood = self._stood, None
+        if stood is None:
+            raise LiveweightsError(Failure("wrong_phase", "the engine is not paused", rank=self.rank))
+        return stood[1]
+
+    def unpause(self, deadline_s: float) -> None:
+        """The front lets the scheduler go on."""
+
+    def reset_cache(self) -> Mapping[str, bool]:
+        """Every cache tier of vLLM belongs to its scheduler: the front resets them."""
+        return {}
+
+    def set_version(self, version: str, digest: str, cache: CachePolicy) -> None:
+        """vLLM's core labels tokens: the front tells it, while the scheduler is paused."""
+
+    def start(self, emit: Callable[[TokenEvent], None]) -> None:
+        """vLLM serves already."""
+
+    def submit(self, request: GenerateRequest) -> None:
+        raise refuse("mode_unsupported", "requests go to vLLM's own routes")
+
+    def cancel(self, request_id: str) -> None:
+        raise refuse("mode_unsupported", "requests go to vLLM's own routes")
+
+    def stop(self, deadline_s: float) -> None:
+        """vLLM ends its workers itself."""

@@ -1,0 +1,191 @@
+"""The gate in front of a vLLM engine: wraps `generate` and `encode` of its client, whichever route calls them.
+
+A call waits at the door until its replica serves a version that it accepts; what the engine then says of versions
+(vLLM labels tokens in its core) is noted in the reply that the call belongs to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from engine_adapter.replica.door import Door, Limits
+from engine_adapter.vllm.replies import Part, Reply, current_reply
+from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable
+from updater.core.policy import CachePolicy, InFlight
+
+#: (arguments of vLLM's method) -> its outputs.
+Generate = Callable[..., AsyncGenerator[Any, None]]
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """One call that the engine works on."""
+
+    request_id: str
+    reply: Reply
+    version: str  # at dispatch
+    spans: bool = False  # whether it may go through a switch of versions
+
+
+class VllmGate:
+    """Implements `engine_adapter.replica.seams.Admission`. Lives on one event loop; starts shut.
+
+    `abort`: ends a request at the engine; what it made so far is answered.
+    """
+
+    def __init__(self, abort: Callable[[str], Awaitable[None]], limits: Limits | None = None) -> None:
+        self._abort = abort
+        self._door = Door(limits or Limits())
+        self._running: set[_Ticket] = set()
+        self._changed = asyncio.Event()
+        self._aborting: set[asyncio.Future[None]] = set()
+        self.namespace = ""  # goes into the key of every block that new requests cache
+        self.mixed = 0
+
+    @property
+    def version(self) -> str:
+        """Label of what is served."""
+        return self._door.version
+
+    @property
+    def is_open(self) -> bool:
+        return self._door.is_open
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return self._door.waiting
+
+    # --- calls of vLLM's routes
+
+    def generating(self, original: Generate) -> Generate:
+        """Takes the place of the client's `generate(prompt, sampling_params, request_id, ...)`."""
+
+        def generate(prompt: Any, params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any, None]:
+            return self._gated(request_id, lambda: original(self._salted(prompt), params, request_id, **more))
+
+        return generate
+
+    def encoding(self, original: Generate) -> Generate:
+        """Takes the place of the client's `encode(prompt, pooling_params, request_id, ...)`."""
+
+        def encode(prompt: Any, params: Any, request_id: str, *rest: Any, **more: Any) -> AsyncGenerator[Any, None]:
+            return self._gated(request_id, lambda: original(self._salted(prompt), params, request_id, *rest, **more))
+
+        return encode
+
+    def _salted(self, prompt: Any) -> Any:
+        """The same prompt in the namespace of what is live: blocks of other versions are never its prefix (I5)."""
+        if not self.namespace:
+            return prompt
+        if isinstance(prompt, str):
+            return {"prompt": prompt, "cache_salt": self.namespace}
+        if not isinstance(prompt, dict):
+            return prompt
+        own = prompt.get("cache_salt")
+        return {**prompt, "cache_salt": f"{own}/{self.namespace}" if own else self.namespace}
+
+    def _gated(self, request_id: str, call: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
+        reply = current_reply.get() or Reply()
+        return self._run(request_id, reply, reply.part(), call)
+
+    async def _run(
+        self, request_id: str, reply: Reply, part: Part, call: Callable[[], AsyncGenerator[Any, None]]
+    ) -> AsyncGenerator[Any, None]:
+        try:
+            await self._door.enter(reply.wanted)
+        except LiveweightsError as error:
+            reply.failure = error
+            raise
+        ticket = _Ticket(request_id, reply, self.version)
+        self._running.add(ticket)
+        try:
+            async with aclosing(call()) as outputs:
+                async for output in outputs:
+                    self._note(ticket, part, output)
+                    yield output
+        finally:
+            self._running.discard(ticket)
+            self._changed.set()
+
+    def _note(self, ticket: _Ticket, part: Part, output: Any) -> None:
+        """Raises Unavailable where a reply would mix versions without leave: it is not answered as if nothing were
+        wrong."""
+        part.take(output, ticket.version)
+        if output.finished and not ticket.spans and part.versions - {ticket.version}:
+            self.mixed += 1
+            message = f"tokens of {sorted(part.versions)} in a reply of {ticket.version!r}"
+            ticket.reply.failure = Unavailable(Failure("internal", message))
+            raise ticket.reply.failure
+
+    # --- the front
+
+    def close(self, mode: InFlight, pending: str) -> tuple[int, int]:
+        self._door.close(pending)
+        if mode in (InFlight.KEEP, InFlight.RECOMPUTE):
+            for ticket in self._running:
+                ticket.spans = True
+            return (0, len(self._running) if mode is InFlight.RECOMPUTE else 0)
+        if mode is InFlight.DRAIN:
+            return (0, 0)
+        for ticket in self._running:
+            self._end(ticket)
+        return (len(self._running), 0)
+
+    async def quiesce(self, mode: InFlight, deadline_s: float) -> None:
+        """Until the engine works on nothing, unless the mode keeps it there. Raises Aborted (`quiesce_timeout`)."""
+        if mode in (InFlight.KEEP, InFlight.RECOMPUTE):
+            return
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self._running:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            message = f"{len(self._running)} requests still ran after {deadline_s:.1f} s of {mode.value}"
+            raise Aborted(Failure("quiesce_timeout", message), live_version=self.version or None) from None
+
+    def before_switch(self, version: str) -> None:
+        """The engine is about to run on `version`: end what asked for exactly another one."""
+        for ticket in self._running:
+            if not ticket.reply.wanted.accepts(version):
+                self._end(ticket)
+
+    def relabelled(self, version: str, digest: str, cache: CachePolicy) -> None:
+        """Where bytes and labels change: so does the namespace of new blocks, unless the policy keeps it."""
+        if cache is not CachePolicy.KEEP:
+            self.namespace = f"{version}:{digest}"
+
+    def open(self, version: str) -> None:
+        if self._door.open(version):
+            self.before_switch(version)
+            self._door.wake()
+
+    def break_down(self, failure: Failure) -> None:
+        self._door.break_down(failure)
+        for ticket in self._running:
+            ticket.reply.failure = Unavailable(failure)
+            self._end(ticket)
+        self._door.wake()
+
+    def mend(self) -> None:
+        self._door.mend()
+
+    def _end(self, ticket: _Ticket) -> None:
+        """It is over at the engine soon, with what it has made until then."""
+        ticket.reply.ended_by_update = True
+        task = asyncio.ensure_future(self._abort(ticket.request_id))
+        self._aborting.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Future[None]) -> None:
+        self._aborting.discard(task)
+        if not task.cancelled():
+            task.exception()  # an engine that is gone has ended the request, too

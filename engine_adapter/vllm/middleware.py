@@ -1,0 +1,220 @@
+"""Around every route of vLLM: reads what a request asks of versions, and writes into the answer what made it.
+
+Pure ASGI. Answers of routes that never call the engine pass as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine_adapter.replica.replies import Span, Wanted, version_of
+from engine_adapter.vllm.replies import Reply, current_reply
+from updater.core.errors import LiveweightsError, refuse
+from updater.http import problem
+
+_WISHES = ("min_version", "exact_version")
+_FINISHED = b'"finish_reason":"'
+
+
+class VersionMiddleware:
+    """`live`: version label that is served. `digest_of`: label -> content digest, as far as it was served here."""
+
+    def __init__(self, app: ASGIApp, live: Callable[[], str], digest_of: Callable[[str], str]) -> None:
+        self._app, self._live, self._digest_of = app, live, digest_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        reply = Reply()
+        try:
+            receive = await self._with_wish(scope, receive, reply)
+        except LiveweightsError as error:
+            await problem(error)(scope, receive, send)
+            return
+        token = current_reply.set(reply)
+        answer = _Answer(reply, scope, receive, send, self._live, self._digest_of)
+        try:
+            await self._app(scope, receive, answer.send)
+        except LiveweightsError as error:
+            reply.failure = reply.failure or error
+            await answer.fail()
+        finally:
+            current_reply.reset(token)
+
+    async def _with_wish(self, scope: Scope, receive: Receive, reply: Reply) -> Receive:
+        """Takes `liveweights` out of a JSON body. Raises Rejected for a wish that cannot be read."""
+        kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+        if b"json" not in kind:
+            return receive
+        body = await _whole(receive)
+        if body is None:
+            return receive
+        if b'"liveweights"' in body:
+            body = self._take(scope, body, reply)
+        return _replay(body, receive)
+
+    def _take(self, scope: Scope, body: bytes, reply: Reply) -> bytes:
+        try:
+            document = json.loads(body)
+        except ValueError:
+            return body  # vLLM says what is wrong with it
+        if not isinstance(document, dict) or "liveweights" not in document:
+            return body
+        reply.wanted = self._wanted(document.pop("liveweights"))
+        body = json.dumps(document).encode()
+        headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+        scope["headers"] = [*headers, (b"content-length", str(len(body)).encode())]
+        return body
+
+    def _wanted(self, wish: Any) -> Wanted:
+        if wish is None:
+            return Wanted()
+        if not isinstance(wish, dict) or not set(wish) <= set(_WISHES):
+            raise refuse("bad_request", f"liveweights: an object with {' or '.join(_WISHES)}")
+        try:
+            found = [None if wish.get(key) is None else version_of(wish[key], self._live()) for key in _WISHES]
+        except (ValueError, TypeError) as error:
+            raise refuse("bad_request", f"liveweights: {error}") from None
+        return Wanted(*found)
+
+
+class _Answer:
+    """What goes back to the client. The start is held until something follows: a request that the gate refused after
+    its route began is then still answered as refused."""
+
+    def __init__(
+        self,
+        reply: Reply,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        live: Callable[[], str],
+        digest_of: Callable[[str], str],
+    ) -> None:
+        self._reply, self._scope, self._receive, self._send = reply, scope, receive, send
+        self._live, self._digest_of = live, digest_of
+        self._start: Message | None = None
+        self._started = self._over = False
+        self._kind = b""
+        self._held = b""
+
+    async def send(self, message: Message) -> None:
+        if self._over:
+            return
+        if message["type"] == "http.response.start":
+            self._start = message
+            self._kind = next((v for n, v in message["headers"] if n.lower() == b"content-type"), b"")
+            return
+        if message["type"] != "http.response.body":
+            await self._send(message)
+            return
+        if self._reply.failure is not None and not self._started:
+            await self.fail()
+            return
+        await self._body(message.get("body", b""), message.get("more_body", False))
+
+    async def fail(self) -> None:
+        """The gate refused, and nothing was answered yet: a problem document."""
+        error = self._reply.failure
+        if self._started or self._over or error is None:
+            return
+        self._over = True
+        if error.live_version is None:
+            error.live_version = self._live() or None
+        await problem(error)(self._scope, self._receive, self._send)
+
+    async def _body(self, body: bytes, more: bool) -> None:
+        if not self._reply.parts:
+            await self._pass(body, more)
+        elif b"text/event-stream" in self._kind:
+            await self._events(body, more)
+        elif b"json" in self._kind:
+            self._held += body
+            if not more:
+                await self._pass(self._with_versions(self._held), more, whole=True)
+        else:
+            await self._pass(body, more)
+
+    async def _events(self, body: bytes, more: bool) -> None:
+        *whole, self._held = (self._held + body).split(b"\n\n")
+        if not more and self._held:
+            whole.append(self._held)
+            self._held = b""
+        await self._pass(b"".join(self._event(each) + b"\n\n" for each in whole), more)
+
+    def _event(self, event: bytes) -> bytes:
+        if _FINISHED not in event or not event.startswith(b"data: {"):
+            return event
+        return b"data: " + self._with_versions(event.removeprefix(b"data: "))
+
+    async def _pass(self, body: bytes, more: bool, whole: bool = False) -> None:
+        if self._start is not None and not self._started:
+            self._started = True
+            if whole:
+                headers = [(n, v) for n, v in self._start["headers"] if n.lower() != b"content-length"]
+                self._start["headers"] = [*headers, (b"content-length", str(len(body)).encode())]
+            await self._send(self._start)
+        if body or not more:
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    def _with_versions(self, body: bytes) -> bytes:
+        try:
+            document = json.loads(body)
+        except ValueError:
+            return body
+        if not isinstance(document, dict) or "error" in document:
+            return body
+        choices = [each for each in document.get("choices") or () if isinstance(each, dict)]
+        several = sum(len(part.sequences) or 1 for part in self._reply.parts) > 1
+        for choice in choices if several else ():
+            choice["liveweights"] = {"spans": _plain(self._reply.spans_of(choice.get("index", 0)))}
+        first = choices[0].get("index", 0) if choices else 0
+        document["liveweights"] = self._versions(self._reply.spans_of(first))
+        self._add_cached(document.get("usage"))
+        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+
+    def _versions(self, spans: tuple[Span, ...]) -> dict[str, Any]:
+        version = spans[-1].version if spans else self._live()
+        found: dict[str, Any] = {"version": version, "digest": self._digest_of(version), "spans": _plain(spans)}
+        if self._reply.ended_by_update:
+            found |= {"reason": "aborted_by_update", "retryable": True}
+        return found
+
+    def _add_cached(self, usage: Any) -> None:
+        if isinstance(usage, dict) and not usage.get("prompt_tokens_details"):
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(part.cached_tokens for part in self._reply.parts)}
+
+
+def _plain(spans: tuple[Span, ...]) -> list[dict[str, Any]]:
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
+
+
+async def _whole(receive: Receive) -> bytes | None:
+    """The body; None if the client went away."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
+    """A `receive` that hands out the body once and then listens for the disconnect."""
+    sent = False
+
+    async def replay() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay

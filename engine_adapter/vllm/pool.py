@@ -1,0 +1,177 @@
+"""vLLM's workers as the ranks of a replica: each connects to the front's Unix socket and speaks the rank protocol.
+
+Verbs that stop, label, clear or let go the engine are done by the engine client beside the ranks (`control`); all
+others go to the ranks alone. A worker's death is learned from the kernel, which closes its socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import itertools
+import os
+import secrets
+import socket
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from engine_adapter.base import EngineSpec
+from engine_adapter.rank.channel import ChannelClosed, ChannelError, FrontChannel
+from engine_adapter.rank.control_messages import Build, Staged
+from engine_adapter.rank.messages import CacheTier, Hello, RankInvalidate, RankInvalidateReply
+from engine_adapter.replica.calls import RankCalls, RankLine
+from engine_adapter.vllm.control import EngineControl
+from engine_adapter.vllm.messages import Attach
+from updater import wire
+from updater.core.errors import Aborted, Failure
+from updater.core.policy import CachePolicy
+
+_FACTORY = "engine_adapter.vllm.engine:VllmRankEngine"
+_HELLO_S = 30.0
+
+
+class AttachedPool:
+    """`relabelled(version, digest, policy)`: hears at the point where label and bytes change (I3); the policy is that
+    of the update, or RESET where the bytes stay."""
+
+    def __init__(
+        self,
+        control: EngineControl,
+        model: str,
+        size: int,
+        *,
+        on_death: Callable[[Failure], None],
+        on_staged: Callable[[int, Staged], None],
+        relabelled: Callable[[str, str, CachePolicy], None],
+    ) -> None:
+        self._control, self._model, self._size = control, model, size
+        self._on_death, self._relabelled = on_death, relabelled
+        self._calls = RankCalls(on_staged=on_staged)
+        self._readers: list[asyncio.Task[None]] = []
+        self._pauses = itertools.count(1)
+        self._stopping = False
+        self.hellos: tuple[Hello, ...] = ()
+
+    async def start(self, deadline_s: float) -> tuple[Hello, ...]:
+        """All workers attached, their placements recorded and their spares allocated. Raises Aborted."""
+        lines = await self._attached(deadline_s)
+        self._calls.lines.extend(lines)
+        self._readers = [asyncio.create_task(self._read(line), name=f"rank {line.rank}") for line in lines]
+        builds = [
+            Build(_FACTORY, EngineSpec(rank=rank, size=self._size, model=self._model, rendezvous="", options={}))
+            for rank in range(self._size)
+        ]
+        self.hellos = tuple(await self._calls.call("build", builds, deadline_s=deadline_s))
+        return self.hellos
+
+    async def _attached(self, deadline_s: float) -> list[RankLine]:
+        token = secrets.token_hex(32)
+        arrived: asyncio.Queue[tuple[Attach, FrontChannel]] = asyncio.Queue()
+
+        async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            attach = await _introduced(reader, writer, token)
+            if attach is None:
+                writer.close()
+            else:
+                arrived.put_nowait((attach, FrontChannel(reader, writer)))
+
+        with tempfile.TemporaryDirectory(prefix="liveweights-vllm-") as folder:  # only its owner may enter
+            address = str(Path(folder) / "ranks.sock")
+            server = await asyncio.start_unix_server(greet, address)
+            try:
+                await self._control.attach(address, token, deadline_s)
+                async with asyncio.timeout(_HELLO_S):
+                    found = [await arrived.get() for _ in range(self._size)]
+            except TimeoutError:
+                raise Aborted(Failure("rank_failed", "not every worker connected to the front")) from None
+            finally:
+                server.close()
+        lines = [RankLine(attach.rank, channel) for attach, channel in sorted(found, key=lambda each: each[0].rank)]
+        if [line.rank for line in lines] != list(range(self._size)):
+            raise Aborted(Failure("rank_failed", f"the workers call themselves {[line.rank for line in lines]}"))
+        return lines
+
+    async def call(self, verb: str, request: Any, *, deadline_s: float) -> list[Any]:
+        """See `RankCalls.call`; verbs about the engine as a whole take the engine client's part with them."""
+        match verb:
+            case "pause":
+                return await self._pause(request, deadline_s)
+            case "start" | "label":
+                return await self._label(verb, request, CachePolicy.RESET, deadline_s)
+            case "install":
+                return await self._label(verb, request, request.cache, deadline_s)
+            case "restore":
+                return await self._label(verb, request, CachePolicy.RESET, deadline_s)
+            case "invalidate":
+                return await self._invalidate(request, deadline_s)
+            case "resume":
+                replies = await self._calls.call(verb, request, deadline_s=deadline_s)
+                await self._control.resume(deadline_s)
+                return replies
+        return await self._calls.call(verb, request, deadline_s=deadline_s)
+
+    async def _pause(self, request: Any, deadline_s: float) -> list[Any]:
+        await self._control.pause(next(self._pauses), deadline_s)
+        asleep = await self._control.asleep(deadline_s)
+        replies = await self._calls.call("pause", request, deadline_s=deadline_s)
+        return [replace(reply, asleep=reply.asleep or asleep) for reply in replies]
+
+    async def _label(self, verb: str, request: Any, cache: CachePolicy, deadline_s: float) -> list[Any]:
+        """Ranks first: a label that nobody may read yet does no harm, one that is ahead of its bytes would."""
+        replies = await self._calls.call(verb, request, deadline_s=deadline_s)
+        await self._control.label(request.version, deadline_s)
+        self._relabelled(request.version, request.digest, cache)
+        return replies
+
+    async def _invalidate(self, request: RankInvalidate, deadline_s: float) -> list[Any]:
+        replies: list[RankInvalidateReply] = await self._calls.call("invalidate", request, deadline_s=deadline_s)
+        if request.cache is not CachePolicy.RESET:
+            return replies
+        cleared = await self._control.reset_caches(deadline_s)
+        tiers = tuple(CacheTier(name, done) for name, done in cleared.items())
+        return [replace(replies[0], tiers=replies[0].tiers + tiers), *replies[1:]]
+
+    def cancel_staging(self, serial: int) -> None:
+        """Tell every rank to give up what it stages for `serial`; the calls themselves then end as refused."""
+        self._calls.cancel_staging(serial)
+
+    async def stop(self) -> None:
+        """Let the workers go; vLLM ends them."""
+        self._stopping = True
+        for line in self._calls.lines:
+            line.channel.close()
+        for reader in self._readers:
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+
+    async def _read(self, line: RankLine) -> None:
+        broken = await self._calls.read(line)
+        why = f"its channel broke: {broken}" if broken else "its worker process ended"
+        failure = Failure("rank_died", why, rank=line.rank)
+        if line.die(failure) and not self._stopping:
+            self._on_death(failure)
+
+
+async def _introduced(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> Attach | None:
+    """Who connected, if it is one of our workers."""
+    if _peer_uid(writer.get_extra_info("socket")) != os.getuid():
+        return None
+    try:
+        async with asyncio.timeout(_HELLO_S):
+            frame = await FrontChannel(reader, writer).receive()
+        attach = wire.decode(Attach, frame.body)
+    except (TimeoutError, ChannelClosed, ChannelError, wire.WireError):
+        return None
+    return attach if hmac.compare_digest(attach.token.encode(), token.encode()) else None
+
+
+def _peer_uid(end: socket.socket) -> int:
+    credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return int(uid)

@@ -1,0 +1,156 @@
+"""The worker extension: `vllm serve MODEL --worker-extension-cls engine_adapter.vllm.worker.LiveweightsWorker`.
+
+Each vLLM worker process gets our rank: an agent on threads of its own, which talks to the front over a Unix socket.
+Through vLLM's `collective_rpc` pass only two short calls, and neither ever raises: an exception there leaves the
+executor's replies out of step for good.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from engine_adapter.rank.agent import RankAgent
+from engine_adapter.rank.channel import Frame, FrameKind, RankChannel
+from engine_adapter.rank.control_messages import Build, CancelStaging, Label, Staged, StartServing, StopEngine
+from engine_adapter.rank.main import config_hash
+from engine_adapter.rank.messages import Hello, RankDone
+from engine_adapter.rank.server import RankServer
+from engine_adapter.vllm.engine import VllmRankEngine
+from engine_adapter.vllm.messages import Attach, Attached
+from updater import wire
+from updater.core.errors import Failure, LiveweightsError
+from updater.core.participant import RankInfo
+
+_CONNECT_S = 30.0
+
+
+class LiveweightsWorker:
+    """Mixed into vLLM's worker class, so `self` is the worker. Every name starts with `liveweights_`: vLLM refuses an
+    extension whose names it has already.
+    """
+
+    def liveweights_attach(self, address: str, token: str) -> dict[str, Any]:
+        """Connect to the front's socket and serve it from a thread of our own. A later front takes the place."""
+        rank = int(getattr(self, "rank", -1))
+        try:
+            served = _Rank(self)
+            served.connect(address, token)
+            previous = getattr(self, "liveweights_served", None)
+            if previous is not None:
+                previous.close()
+            self.liveweights_served = served
+        except Exception as error:  # the rank boundary
+            return wire.plain(Attached(rank, False, f"{type(error).__name__}: {error}"))  # type: ignore[no-any-return]
+        return wire.plain(Attached(rank, True))  # type: ignore[no-any-return]
+
+    def liveweights_stand(self, number: int) -> dict[str, Any]:
+        """Called while the scheduler is paused: note where this rank stands. Queued behind every earlier step."""
+        rank = int(getattr(self, "rank", -1))
+        try:
+            served: _Rank = self.liveweights_served
+            served.stand(number)
+        except Exception as error:  # the rank boundary
+            return wire.plain(Attached(rank, False, f"{type(error).__name__}: {error}"))  # type: ignore[no-any-return]
+        return wire.plain(Attached(rank, True))  # type: ignore[no-any-return]
+
+
+class _Rank:
+    """One rank under one front."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._server: RankServer | None = None
+        self._channel: RankChannel | None = None
+        self._engine: VllmRankEngine | None = None
+        self._agent: RankAgent | None = None
+        self._verbs: dict[str, Callable[[Any], Any]] = {
+            "build": self._build,
+            "start": self._start,
+            "label": self._label,
+            "cancel_staging": self._cancel_staging,
+            "stop": self._stop,
+        }
+
+    def connect(self, address: str, token: str) -> None:
+        """Raises OSError."""
+        ours = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.settimeout(_CONNECT_S)
+        ours.connect(address)
+        ours.settimeout(None)
+        self._channel = RankChannel(ours)
+        size = int(self._worker.vllm_config.parallel_config.world_size)
+        attach = Attach(token, int(self._worker.rank), size, os.getpid())
+        self._channel.send(Frame.of(FrameKind.EVENT, 0, "attach", attach))
+        self._server = RankServer(self._channel, self._handle)
+        threading.Thread(target=self._serve, name="liveweights", daemon=True).start()
+
+    def _serve(self) -> None:
+        if self._server is not None:
+            self._server.run()
+        self.close()
+
+    def close(self) -> None:
+        """The front is gone, or another one came."""
+        if self._server is not None:
+            self._server.stop()
+        if self._channel is not None:
+            self._channel.close()
+        if self._agent is not None:
+            self._agent.close()
+
+    def stand(self, number: int) -> None:
+        self._ready().stand(number)
+
+    def _handle(self, verb: str, request: Any) -> Any:
+        own = self._verbs.get(verb)
+        if own is not None:
+            return own(request) or RankDone()
+        if self._agent is None:
+            raise LiveweightsError(Failure("wrong_phase", "the rank is not built"))
+        return self._agent.handle(verb, request)
+
+    def _build(self, request: Build) -> Hello:
+        spec = request.spec
+        engine = self._engine = VllmRankEngine(self._worker, spec)
+        self._agent = RankAgent(engine, tell=self._tell)
+        parameters = engine.parameters()
+        info = RankInfo(
+            rank=spec.rank,
+            pid=os.getpid(),
+            parameters=len(parameters),
+            weight_bytes=sum(parameter.local.nbytes for parameter in parameters.values()),
+            device=next((str(parameter.local.device) for parameter in parameters.values()), "cpu"),
+        )
+        return Hello(info, spec.size, engine.name, engine.capabilities, config_hash(spec.model))
+
+    def _start(self, request: StartServing) -> None:
+        if self._agent is None:
+            raise LiveweightsError(Failure("wrong_phase", "the rank is not built"))
+        self._agent.label(request.version, request.digest)
+
+    def _label(self, request: Label) -> None:
+        if self._agent is None:
+            raise LiveweightsError(Failure("wrong_phase", "the rank is not built"))
+        self._agent.relabel(request.version, request.digest)
+
+    def _cancel_staging(self, request: CancelStaging) -> None:
+        if self._agent is not None:
+            self._agent.cancel(request.serial)
+
+    def _stop(self, _request: StopEngine) -> None:
+        """vLLM ends its workers itself."""
+        if self._server is not None:
+            self._server.stop()
+
+    def _ready(self) -> VllmRankEngine:
+        if self._engine is None:
+            raise LiveweightsError(Failure("wrong_phase", "the rank is not built"))
+        return self._engine
+
+    def _tell(self, serial: int, done: int) -> None:
+        if self._server is not None:
+            self._server.event("staged", Staged(serial, done))

@@ -1,0 +1,303 @@
+"""The gate around a vLLM engine client: who waits, what is aborted, and which version a reply says it has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from engine_adapter.replica.door import Limits
+from engine_adapter.replica.replies import Span, Wanted
+from engine_adapter.vllm.gate import VllmGate
+from engine_adapter.vllm.replies import Reply, current_reply
+from updater.core.errors import Aborted, Failure, Rejected, Unavailable
+from updater.core.policy import CachePolicy, InFlight
+from updater.core.version import Version
+
+
+@dataclass
+class Sequence:
+    index: int
+    weight_versions: list[Span] | None = None
+
+
+@dataclass
+class Output:
+    """As much of vLLM's RequestOutput as the gate looks at."""
+
+    outputs: list[Sequence]
+    finished: bool
+    num_cached_tokens: int | None = None
+
+
+@dataclass
+class Engine:
+    """A client whose requests end when they are told to."""
+
+    prompts: list[Any] = field(default_factory=list)
+    ends: dict[str, asyncio.Future[Output]] = field(default_factory=dict)
+    aborted: list[str] = field(default_factory=list)
+    label: str = "0-1"
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Output, None]:
+        self.prompts.append(prompt)
+        yield Output([Sequence(0)], False)
+        self.ends[request_id] = asyncio.get_running_loop().create_future()
+        yield await self.ends[request_id]
+
+    def finish(self, request_id: str, *spans: Span) -> None:
+        made = list(spans) or [Span(self.label, 0, 4)]
+        self.ends[request_id].set_result(Output([Sequence(0, made)], True, 2))
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        if not self.ends[request_id].done():
+            self.finish(request_id)
+
+
+@dataclass
+class World:
+    engine: Engine
+    gate: VllmGate
+
+    @property
+    def generate(self) -> Callable[..., AsyncGenerator[Any, None]]:
+        return self.gate.generating(self.engine.generate)
+
+    def ask(self, request_id: str, wanted: Wanted | None = None, prompt: Any = None) -> tuple[Reply, asyncio.Task[Any]]:
+        reply = Reply(wanted or Wanted())
+
+        async def run() -> list[Any]:
+            current_reply.set(reply)
+            return [output async for output in self.generate(prompt or {"prompt_token_ids": [1]}, None, request_id)]
+
+        return reply, asyncio.create_task(run())
+
+
+def run(main: Callable[[World], Awaitable[None]], **limits: float) -> None:
+    async def bounded() -> None:
+        engine = Engine()
+        world = World(engine, VllmGate(engine.abort, Limits(**limits)))  # type: ignore[arg-type]
+        await asyncio.wait_for(main(world), 60)
+
+    asyncio.run(bounded())
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_a_call_waits_until_the_gate_opens_and_its_reply_says_what_made_it() -> None:
+    async def main(world: World) -> None:
+        reply, task = world.ask("a")
+        await settle()
+        assert (world.gate.waiting, world.engine.prompts) == (1, [])
+        world.gate.open("0-1")
+        await settle()
+        assert (world.gate.waiting, world.gate.in_flight) == (0, 1)
+        world.engine.finish("a")
+        await task
+        assert reply.spans_of(0) == (Span("0-1", 0, 4),)
+        assert reply.parts[0].cached_tokens == 2
+        assert world.gate.in_flight == 0
+
+    run(main)
+
+
+def test_a_call_that_waits_too_long_is_refused() -> None:
+    async def main(world: World) -> None:
+        reply, task = world.ask("a")
+        with pytest.raises(Unavailable) as caught:
+            await task
+        assert caught.value.code == "shut"
+        assert reply.failure is caught.value
+
+    run(main, wait_s=0.01)
+
+
+def test_drain_waits_for_what_runs_and_holds_back_what_comes() -> None:
+    async def main(world: World) -> None:
+        world.gate.open("0-1")
+        _, first = world.ask("a")
+        await settle()
+        assert world.gate.close(InFlight.DRAIN, "0-2") == (0, 0)
+        _, second = world.ask("b")
+        quiet = asyncio.create_task(world.gate.quiesce(InFlight.DRAIN, 30))
+        await settle()
+        assert (quiet.done(), world.gate.waiting) == (False, 1)
+        world.engine.finish("a")
+        await first
+        await quiet
+        world.gate.open("0-2")
+        world.engine.label = "0-2"
+        await settle()
+        world.engine.finish("b")
+        await second
+
+    run(main)
+
+
+def test_a_drain_that_takes_too_long_says_so() -> None:
+    async def main(world: World) -> None:
+        world.gate.open("0-1")
+        _, task = world.ask("a")
+        await settle()
+        world.gate.close(InFlight.DRAIN, "0-2")
+        with pytest.raises(Aborted) as caught:
+            await world.gate.quiesce(InFlight.DRAIN, 0.01)
+        assert caught.value.code == "quiesce_timeout"
+        world.engine.finish("a")
+        await task
+
+    run(main)
+
+
+def test_abort_ends_what_runs_and_the_reply_says_why() -> None:
+    async def main(world: World) -> None:
+        world.gate.open("0-1")
+        reply, task = world.ask("a")
+        await settle()
+        assert world.gate.close(InFlight.ABORT, "0-2") == (1, 0)
+        await world.gate.quiesce(InFlight.ABORT, 30)
+        await task
+        assert world.engine.aborted == ["a"]
+        assert reply.ended_by_update
+
+    run(main)
+
+
+@pytest.mark.parametrize(("mode", "requeued"), [(InFlight.KEEP, 0), (InFlight.RECOMPUTE, 1)])
+def test_modes_that_let_requests_live_on_allow_two_spans(mode: InFlight, requeued: int) -> None:
+    async def main(world: World) -> None:
+        world.gate.open("0-1")
+        reply, task = world.ask("a")
+        await settle()
+        assert world.gate.close(mode, "0-2") == (0, requeued)
+        await world.gate.quiesce(mode, 30)
+        world.gate.open("0-2")
+        world.engine.finish("a", Span("0-1", 0, 2), Span("0-2", 2, 4))
+        await task
+        assert reply.spans_of(0) == (Span("0-1", 0, 2), Span("0-2", 2, 4))
+        assert world.gate.mixed == 0
+
+    run(main)
+
+
+def test_a_reply_that_would_mix_versions_without_leave_is_not_given() -> None:
+    async def main(world: World) -> None:
+        world.gate.open("0-1")
+        reply, task = world.ask("a")
+        await settle()
+        world.engine.finish("a", Span("0-1", 0, 2), Span("0-2", 2, 4))
+        with pytest.raises(Unavailable):
+            await task
+        assert (world.gate.mixed, reply.failure is not None) == (1, True)
+
+    run(main)
+
+
+def test_what_asked_for_exactly_another_version_ends_at_the_switch() -> None:
+    async def main(world: World) -> None:
+        world.gate.open("0-1")
+        _, stays = world.ask("a")
+        _, ends = world.ask("b", Wanted(exact=Version(0, 1)))
+        await settle()
+        world.gate.close(InFlight.RECOMPUTE, "0-2")
+        world.gate.before_switch("0-2")
+        await settle()
+        assert world.engine.aborted == ["b"]
+        world.engine.finish("a")
+        await asyncio.gather(stays, ends)
+
+    run(main)
+
+
+def test_a_version_that_is_not_coming_is_refused_at_once() -> None:
+    async def main(world: World) -> None:
+        world.gate.open("0-1")
+        reply, task = world.ask("a", Wanted(minimum=Version(0, 2)))
+        with pytest.raises(Rejected) as caught:
+            await task
+        assert caught.value.code == "version_not_served"
+        assert reply.failure is caught.value
+        world.gate.close(InFlight.DRAIN, "0-2")
+        _, waits = world.ask("b", Wanted(minimum=Version(0, 2)))
+        await settle()
+        assert world.gate.waiting == 1
+        world.gate.open("0-2")
+        await settle()
+        world.engine.finish("b", Span("0-2", 0, 4))
+        await waits
+
+    run(main)
+
+
+def test_a_replica_that_breaks_tells_those_that_wait_and_those_that_run() -> None:
+    async def main(world: World) -> None:
+        world.gate.open("0-1")
+        running, runs = world.ask("a")
+        await settle()
+        world.gate.close(InFlight.DRAIN, "0-2")
+        waiting, waits = world.ask("b")
+        await settle()
+        world.gate.break_down(Failure("rank_died", "gone", rank=1))
+        await asyncio.gather(runs, waits, return_exceptions=True)
+        assert world.engine.aborted == ["a"]
+        assert all(reply.failure is not None for reply in (running, waiting))
+        world.gate.open("0-2")  # not before it was mended
+        assert not world.gate.is_open
+        world.gate.mend()
+        world.gate.open("0-2")
+        assert world.gate.is_open
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "salted"),
+    [
+        ({"prompt_token_ids": [1]}, {"prompt_token_ids": [1], "cache_salt": "0-1:ab"}),
+        ({"prompt_token_ids": [1], "cache_salt": "mine"}, {"prompt_token_ids": [1], "cache_salt": "mine/0-1:ab"}),
+        ("text", {"prompt": "text", "cache_salt": "0-1:ab"}),
+    ],
+)
+def test_prompts_carry_the_namespace_of_what_is_live(prompt: Any, salted: Any) -> None:
+    """I5: a block of another version, or of other bytes under the same label, is never a prefix."""
+
+    async def main(world: World) -> None:
+        world.gate.relabelled("0-1", "ab", CachePolicy.RESET)
+        world.gate.open("0-1")
+        _, task = world.ask("a", prompt=prompt)
+        await settle()
+        assert world.engine.prompts == [salted]
+        world.engine.finish("a")
+        await task
+
+    run(main)
+
+
+def test_the_keep_policy_keeps_the_namespace() -> None:
+    async def main(world: World) -> None:
+        world.gate.relabelled("0-1", "ab", CachePolicy.RESET)
+        world.gate.relabelled("0-2", "cd", CachePolicy.KEEP)
+        assert world.gate.namespace == "0-1:ab"
+        world.gate.relabelled("0-3", "ef", CachePolicy.NAMESPACE)
+        assert world.gate.namespace == "0-3:ef"
+
+    run(main)
+
+
+def test_a_client_that_leaves_leaves_nothing_behind() -> None:
+    async def main(world: World) -> None:
+        world.gate.open("0-1")
+        _, task = world.ask("a")
+        await settle()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert world.gate.in_flight == 0
+
+    run(main)
