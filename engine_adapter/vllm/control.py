@@ -22,19 +22,25 @@ class EngineControl:
 
     def __init__(self, client: Any) -> None:
         self._client = client
+        self._paused = False  # by us
 
     async def attach(self, address: str, token: str, deadline_s: float) -> None:
         """Every worker connects to `address`. Raises Aborted with what each said."""
         await self._on_all("liveweights_attach", (address, token), deadline_s)
 
-    async def pause(self, number: int, deadline_s: float) -> None:
+    async def pause(self, number: int, deadline_s: float) -> bool:
         """The scheduler stops between two steps, whatever runs stays where it is, and every rank notes where it
-        stands. Raises Aborted (`quiesce_timeout`); the engine then goes on.
+        stands. False, and nothing was touched: the engine sleeps, or somebody else has paused it.
+
+        Raises Aborted (`quiesce_timeout`); the engine then goes on.
         """
         try:
             async with asyncio.timeout(deadline_s):
+                if not self._paused and await self._client.is_sleeping():
+                    return False
+                self._paused = True
                 await self._client.pause_generation(mode="keep", clear_cache=False)
-                await self._stand(number)
+                await self._answers("liveweights_stand", (number,))
         except TimeoutError:
             await self.resume(deadline_s)
             raise Aborted(Failure("quiesce_timeout", f"the engine did not stop within {deadline_s:.1f} s")) from None
@@ -43,15 +49,13 @@ class EngineControl:
             raise
         except Exception as error:  # the boundary to vLLM: it raises bare exceptions
             raise _dead("pause", error) from error
-
-    async def _stand(self, number: int) -> None:
-        await self._answers("liveweights_stand", (number,))
+        return True
 
     async def resume(self, deadline_s: float) -> None:
-        await self._within(self._client.resume_generation(), "resume", deadline_s)
-
-    async def asleep(self, deadline_s: float) -> bool:
-        return bool(await self._within(self._client.is_sleeping(), "is_sleeping", deadline_s))
+        """Let the engine go on, if we stopped it: whoever else paused it or put it to sleep wakes it."""
+        if self._paused:
+            await self._within(self._client.resume_generation(), "resume", deadline_s)
+            self._paused = False
 
     async def label(self, version: str, deadline_s: float) -> None:
         """Tokens made from here on carry `version`."""
@@ -59,13 +63,15 @@ class EngineControl:
 
     async def reset_caches(self, deadline_s: float) -> dict[str, bool]:
         """While paused: every tier -> really empty. What runs is put back to be computed anew."""
-        cleared = await self._within(
-            self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
-            "reset_prefix_cache",
+        cleared, _, _ = await self._within(
+            asyncio.gather(
+                self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
+                self._client.reset_mm_cache(),
+                self._client.reset_encoder_cache(),
+            ),
+            "reset of the caches",
             deadline_s,
         )
-        await self._within(self._client.reset_mm_cache(), "reset_mm_cache", deadline_s)
-        await self._within(self._client.reset_encoder_cache(), "reset_encoder_cache", deadline_s)
         return {"prefix": bool(cleared), "multimodal": True, "encoder": True}
 
     async def abort(self, request_id: str) -> None:

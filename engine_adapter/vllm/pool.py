@@ -116,10 +116,10 @@ class AttachedPool:
         return await self._calls.call(verb, request, deadline_s=deadline_s)
 
     async def _pause(self, request: Any, deadline_s: float) -> list[Any]:
-        await self._control.pause(next(self._pauses), deadline_s)
-        asleep = await self._control.asleep(deadline_s)
-        replies = await self._calls.call("pause", request, deadline_s=deadline_s)
-        return [replace(reply, asleep=reply.asleep or asleep) for reply in replies]
+        """Raises Aborted (`replica_asleep`) where the engine's memory may not be there."""
+        if not await self._control.pause(next(self._pauses), deadline_s):
+            raise Aborted(Failure("replica_asleep", "the engine sleeps, or was paused by somebody else: wake it first"))
+        return await self._calls.call("pause", request, deadline_s=deadline_s)
 
     async def _label(self, verb: str, request: Any, cache: CachePolicy, deadline_s: float) -> list[Any]:
         """Ranks first: a label that nobody may read yet does no harm, one that is ahead of its bytes would."""
