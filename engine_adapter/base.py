@@ -31,10 +31,20 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """Something computed from parameters (a cached float32 head, a packed kernel): rebuilt after every install."""
+    """Something computed from parameters (a cached float32 head, a packed kernel), which must follow every install.
+
+    `feeds`: names of the parameters that it is computed from. `build(tensors)`: the state for one side's tensors of
+    these names, computed on the staging thread before the vote, while the engine serves: it touches nothing live and
+    keeps no reference to `tensors`, whose bytes may be exchanged. The same bytes give an equal state. What it raises
+    refuses the update. `bind(state)`: make the forward pass use a state; microseconds, may be repeated, called only
+    while the engine is paused. `bound()`: the state in use; asked once, before the engine starts.
+    """
 
     name: str
-    refresh: Callable[[], None]
+    feeds: tuple[str, ...]
+    build: Callable[[Mapping[str, torch.Tensor]], object]
+    bind: Callable[[object], None]
+    bound: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +120,8 @@ class RankEngine(Protocol):
     def parameters(self) -> Mapping[str, Parameter]:
         """Every tensor that a checkpoint must feed. The same mapping for the life of the process."""
 
-    def derived(self) -> tuple[Derived, ...]: ...
+    def derived(self) -> tuple[Derived, ...]:
+        """What must follow the parameters. Asked once, before `start`."""
 
     def placement(self, specs: Mapping[str, TensorSpec]) -> Placement:
         """Rows for this rank. Pure: touches no weight."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_adapter.base import RankEngine
+from engine_adapter.rank.derived import DerivedStates
 from engine_adapter.rank.install import InstallHalf
 from engine_adapter.rank.messages import RankDiscard, RankDone, RankStatus, RankStatusReply
 from engine_adapter.rank.plan import Opener
@@ -39,7 +40,8 @@ class RankAgent:
         poison: bool = False,
         tell: Callable[[int, int], None] = lambda _serial, _done: None,
     ) -> None:
-        self._state = RankState(engine, Spare(engine.parameters()), clock)
+        parameters = engine.parameters()
+        self._state = RankState(engine, Spare(parameters), DerivedStates(engine.derived(), parameters), clock)
         self._transports = Transports()
         opener = open_source or self._transports.open
         staging, installing = StagingHalf(self._state, opener, poison, tell), InstallHalf(self._state)

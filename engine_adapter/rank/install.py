@@ -74,7 +74,7 @@ class InstallHalf:
         state.install = record
         try:
             spare.install(self._mode(request.mode))
-            self._refresh()
+            state.derived.install()
             state.engine.set_version(request.version, request.digest, request.cache)
         except Exception as error:  # becomes a typed failure once the old bytes are back
             self._take_back(record, error)
@@ -113,6 +113,7 @@ class InstallHalf:
             if not record.done:
                 raise wrong_phase("an install is half done: restore first")
             state.spare.settle()
+            state.derived.settle()
             state.install = state.voted = None
             state.drop_plan()
         if state.point is not None:
@@ -121,10 +122,6 @@ class InstallHalf:
 
     def _mode(self, mode: InstallMode) -> InstallMode:
         return self._state.engine.capabilities.install[0] if mode is InstallMode.AUTO else mode
-
-    def _refresh(self) -> None:
-        for derived in self._state.engine.derived():
-            derived.refresh()
 
     def _take_back(self, record: Install, error: Exception) -> NoReturn:
         state = self._state
@@ -140,7 +137,7 @@ class InstallHalf:
         """Bytes, derived values, label; the record goes last, so that a failure can be tried again."""
         state = self._state
         state.spare.undo()
-        self._refresh()
+        state.derived.undo()
         state.engine.set_version(version, digest, record.cache)
         state.label = (version, digest)
         if record.done:

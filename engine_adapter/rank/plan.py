@@ -68,9 +68,6 @@ def make_plan(engine: RankEngine, tensors: Mapping[str, torch.Tensor], request: 
 
 
 def _planned(engine: RankEngine, tensors: Mapping[str, torch.Tensor], request: RankPlan, source: Source) -> Plan:
-    stuck = [derived.name for derived in engine.derived() if not callable(derived.refresh)]
-    if stuck:
-        raise Rejected(*(Failure("placement_refused", "derived, and cannot be refreshed", tensor=n) for n in stuck))
     manifest = source.manifest
     patterns = manifest.ignored if manifest is not None else ()
     specs = {n: s for n, s in source.specs.items() if not any(fnmatchcase(n, pattern) for pattern in patterns)}

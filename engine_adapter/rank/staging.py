@@ -92,6 +92,7 @@ class StagingHalf:
             stop.check()
             state.spare.set_state(SpareState.STAGING, serial=request.serial)
             state.spare_digests = state.voted = None
+            state.derived.drop()
             if self._poison or not plan.sees_gaps:
                 state.spare.poison()
             meter = Meter(lambda done: self._tell(request.serial, done), state.clock)
@@ -100,7 +101,9 @@ class StagingHalf:
             return state.stage_reply
 
     def verify(self, request: RankVerify) -> RankVerifyReply:
-        """Reads the spare back. On return the spare is `staged` and the source is closed."""
+        """Reads the spare back and builds what is derived from it. On return the spare is `staged` and the source is
+        closed.
+        """
         state = self._state
         with state.staging:
             if state.verified is not None and state.verified[0] == request:
@@ -110,6 +113,7 @@ class StagingHalf:
                 raise wrong_phase(f"update {request.serial} is not staged here")
             stop = self._stop(plan, request.deadline_s)
             reply, digests = self._verified(plan, request, stop)
+            state.derived.build(state.spare.spare, stop.check)
             state.spare_digests = digests
             state.spare.set_state(SpareState.STAGED, serial=request.serial)
             state.vote(request.serial)

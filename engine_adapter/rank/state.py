@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from engine_adapter.base import PausePoint, RankEngine
+from engine_adapter.rank.derived import DerivedStates
 from engine_adapter.rank.messages import RankStageReply, RankVerify, RankVerifyReply
 from engine_adapter.rank.plan import Plan
 from engine_adapter.rank.spare import Spare
@@ -45,6 +46,7 @@ class RankState:
 
     engine: RankEngine
     spare: Spare
+    derived: DerivedStates
     clock: Callable[[], float] = time.monotonic
     label: tuple[str, str] = (str(START), "")
     plan: Plan | None = None
@@ -85,6 +87,7 @@ class RankState:
 
     def empty_spare(self) -> None:
         self.spare.set_state(SpareState.EMPTY)
+        self.derived.drop()
         self.spare_digests = self.voted = None
 
     def refuse_unsettled(self) -> None:

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ class ToyEngine:
         return self._parameters
 
     def derived(self) -> tuple[Derived, ...]:
-        return tuple(Derived(name, self._refresher(refresh)) for name, refresh in self.model.derived().items())
+        return tuple(map(self._faulty, self.model.derived()))
 
     def placement(self, specs: Mapping[str, TensorSpec]) -> Placement:
         with self._faults.around("placement"):
@@ -276,12 +276,16 @@ class ToyEngine:
         tied = name == "model.embed_tokens.weight" and self.config.tie_word_embeddings
         return Parameter(name, tensor, rebind, aliases=("lm_head.weight",) if tied else ())
 
-    def _refresher(self, refresh: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            with self._faults.around("refresh"):
-                refresh()
+    def _faulty(self, derived: Derived) -> Derived:
+        def build(tensors: Mapping[str, torch.Tensor]) -> object:
+            with self._faults.around("build"):
+                return derived.build(tensors)
 
-        return run
+        def bind(state: object) -> None:
+            with self._faults.around("bind"):
+                derived.bind(state)
+
+        return replace(derived, build=build, bind=bind)
 
 
 def _request(fields: dict[str, Any]) -> GenerateRequest:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 ACTIONS = ("raise", "die", "hang")
-#: Verbs of a rank engine at which a fault may sit; `rebind` and `refresh` happen in the middle of an install.
-VERBS = ("placement", "pause", "unpause", "reset_cache", "set_version", "rebind", "refresh", "submit", "step")
+#: Verbs of a rank engine at which a fault may sit; `rebind` and `bind` happen in the middle of an install.
+VERBS = ("placement", "pause", "unpause", "reset_cache", "set_version", "rebind", "build", "bind", "submit", "step")
 
 
 class InjectedFault(RuntimeError):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
+from engine_adapter.base import Derived
 from engine_adapter.testing.comm import Ranks
 from engine_adapter.testing.config import RankShape, ToyConfig, ToyOptions
+
+Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -41,8 +45,8 @@ class ToyModel:
         self._shape = RankShape.of(config, options, ranks.size)
         self._packed: dict[str, torch.Tensor] = {}
         self.buffers = self.fresh_buffers()
-        for refresh in self.derived().values():
-            refresh()
+        for each in self.derived():
+            each.bind(each.build({name: parameters[name] for name in each.feeds}))
 
     def fresh_buffers(self) -> dict[str, torch.Tensor]:
         """Tensors outside the parameter list that no checkpoint holds: rotary speeds and the fixed picture."""
@@ -55,25 +59,23 @@ class ToyModel:
 
     # ----- derived tensors
 
-    def derived(self) -> dict[str, Callable[[], None]]:
-        """Name -> what rebuilds it from the parameters."""
-        made: dict[str, Callable[[], None]] = {}
+    def derived(self) -> tuple[Derived, ...]:
+        """What is computed from the parameters; a state maps entries of `_packed` to tensors."""
+        made: list[Derived] = []
         if self.options.head32:
-            made["head32"] = self._refresh_head
+            made.append(self._derived("head32", (self._head_name(),), _single_precision))
         if self.options.kernel == "packed":
-            made["packed_down"] = self._refresh_packed
-        return made
+            made.append(self._derived("packed_down", tuple(filter(_is_down, self.parameters)), _packed))
+        return tuple(made)
+
+    def _derived(self, name: str, feeds: tuple[str, ...], build: Callable[[Tensors], Tensors]) -> Derived:
+        def bind(state: object) -> None:
+            self._packed.update(cast(Tensors, state))
+
+        return Derived(name, feeds, build, bind, lambda: dict(self._packed))
 
     def _head_name(self) -> str:
         return "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
-
-    def _refresh_head(self) -> None:
-        self._packed["head32"] = self.parameters[self._head_name()].float()
-
-    def _refresh_packed(self) -> None:
-        for name in self.parameters:
-            if name.endswith(("down_proj.weight", "w2_weight")):
-                self._packed[name] = self._double(name).transpose(-1, -2).contiguous()
 
     # ----- the pass
 
@@ -207,3 +209,18 @@ class ToyModel:
             hidden = self._gated(x @ w13[local].T)
             out += weights[:, first + local, None] * (hidden @ down[local])
         return out
+
+
+def _single_precision(tensors: Tensors) -> Tensors:
+    """A float32 copy of the head."""
+    (head,) = tensors.values()
+    return {"head32": head.to(torch.float32, copy=True)}
+
+
+def _packed(tensors: Tensors) -> Tensors:
+    """Down projections as the packed kernel reads them: [..., inner, hidden], float64."""
+    return {name: tensor.double().transpose(-1, -2).contiguous() for name, tensor in tensors.items()}
+
+
+def _is_down(name: str) -> bool:
+    return name.endswith(("down_proj.weight", "w2_weight"))

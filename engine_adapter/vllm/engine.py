@@ -15,6 +15,7 @@ from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter,
 from engine_adapter.placement.rows import Placement
 from engine_adapter.vllm.parameters import collect
 from engine_adapter.vllm.recording import RecordedPlacements
+from engine_adapter.vllm.twins import processed_layers
 from updater.core.errors import Failure, LiveweightsError, refuse
 from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode
 from updater.manifest import TensorSpec
@@ -46,7 +47,10 @@ class VllmRankEngine:
         self.rank, self.size = spec.rank, spec.size
         self._worker = worker
         model = worker.get_model()
-        self._parameters = collect(model)
+        layers = processed_layers(model, worker.vllm_config)
+        # Ours come last: a packed expert has the shape of the one that a checkpoint holds.
+        self._parameters = {**collect(model), **layers.parameters}
+        self._derived = layers.derived
         self._placements = RecordedPlacements(worker.vllm_config, model)
         self._steps = 0
         self._stood: tuple[int, PausePoint] | None = None
@@ -54,6 +58,7 @@ class VllmRankEngine:
         model.register_forward_pre_hook(self._count)
         eager = bool(worker.vllm_config.model_config.enforce_eager)
         install = (InstallMode.FLIP, InstallMode.EXCHANGE) if eager else (InstallMode.EXCHANGE,)
+        self._addresses = None if eager else _addresses(model)
         self._capabilities = Capabilities(cells=CELLS, install=install, notes=NOTES)
 
     def _count(self, *_call: Any) -> None:
@@ -72,7 +77,7 @@ class VllmRankEngine:
         return self._parameters
 
     def derived(self) -> tuple[Derived, ...]:
-        return ()
+        return self._derived
 
     def placement(self, specs: Mapping[str, TensorSpec]) -> Placement:
         return self._placements.placement(specs)
@@ -101,7 +106,16 @@ class VllmRankEngine:
         return {}
 
     def set_version(self, version: str, digest: str, cache: CachePolicy) -> None:
-        """vLLM's core labels tokens: the front tells it, while the scheduler is paused."""
+        """vLLM's core labels tokens: the front tells it, while the scheduler is paused. Where addresses were captured,
+        the install must have left every one as it was.
+        """
+        if self._addresses is None:
+            return
+        found = _addresses(self._worker.get_model())
+        moved = [name for name, address in self._addresses.items() if found.get(name) != address]
+        if moved:
+            why = "its address changed, and compiled code holds the old one"
+            raise LiveweightsError(*(Failure("rank_failed", why, rank=self.rank, tensor=name) for name in moved))
 
     def start(self, emit: Callable[[TokenEvent], None]) -> None:
         """vLLM serves already."""
@@ -114,3 +128,9 @@ class VllmRankEngine:
 
     def stop(self, deadline_s: float) -> None:
         """vLLM ends its workers itself."""
+
+
+def _addresses(model: Any) -> dict[str, int]:
+    """Of every parameter and buffer."""
+    found = {name: parameter.data_ptr() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return found | {name: buffer.data_ptr() for name, buffer in model.named_buffers(remove_duplicate=False)}

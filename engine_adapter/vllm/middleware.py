@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine_adapter.replica.replies import Span, Wanted, version_of
 from engine_adapter.vllm.replies import Reply, current_reply
 from updater.core.errors import LiveweightsError, refuse
+from updater.core.version import Version
 from updater.http import problem
 
 _WISHES = ("min_version", "exact_version")
@@ -76,11 +77,17 @@ class VersionMiddleware:
             return Wanted()
         if not isinstance(wish, dict) or not set(wish) <= set(_WISHES):
             raise refuse("bad_request", f"liveweights: an object with {' or '.join(_WISHES)}")
+        return Wanted(*(self._version(wish.get(key)) for key in _WISHES))
+
+    def _version(self, wish: Any) -> Version | None:
+        if wish is None:
+            return None
+        if not isinstance(wish, str | int) or isinstance(wish, bool):
+            raise refuse("bad_request", f"liveweights: {wish!r} is no version")
         try:
-            found = [None if wish.get(key) is None else version_of(wish[key], self._live()) for key in _WISHES]
-        except (ValueError, TypeError) as error:
+            return version_of(wish, self._live())
+        except ValueError as error:
             raise refuse("bad_request", f"liveweights: {error}") from None
-        return Wanted(*found)
 
 
 class _Answer:

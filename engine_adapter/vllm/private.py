@@ -55,7 +55,7 @@ def check_server(config: Any, args: Namespace) -> None:
         wrong.append("more than one node: ranks and front talk over a Unix socket")
     if (getattr(args, "api_server_count", 1) or 1) > 1:
         wrong.append("--api-server-count above 1: one front orders all ranks about")
-    if "LiveweightsWorker" not in str(parallel.worker_extension_cls or ""):
+    if not parallel.worker_extension_cls:
         wrong.append("needs --worker-extension-cls engine_adapter.vllm.worker.LiveweightsWorker")
     if wrong:
         raise ConfigurationError("liveweights cannot serve here: " + "; ".join(wrong))

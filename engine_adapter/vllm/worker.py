@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from engine_adapter.base import EngineSpec
 from engine_adapter.rank.agent import RankAgent
 from engine_adapter.rank.channel import Frame, FrameKind, RankChannel
 from engine_adapter.rank.control_messages import Build, CancelStaging, Label, Staged, StartServing, StopEngine
@@ -33,11 +34,15 @@ class LiveweightsWorker:
     extension whose names it has already.
     """
 
+    def liveweights_rank(self) -> WorkerRank:
+        """This worker as a rank. A subclass may make another one."""
+        return WorkerRank(self)
+
     def liveweights_attach(self, address: str, token: str) -> dict[str, Any]:
         """Connect to the front's socket and serve it from a thread of our own. A later front takes the place."""
         rank = int(getattr(self, "rank", -1))
         try:
-            served = _Rank(self)
+            served = self.liveweights_rank()
             served.connect(address, token)
             previous = getattr(self, "liveweights_served", None)
             if previous is not None:
@@ -51,18 +56,18 @@ class LiveweightsWorker:
         """Called while the scheduler is paused: note where this rank stands. Queued behind every earlier step."""
         rank = int(getattr(self, "rank", -1))
         try:
-            served: _Rank = self.liveweights_served
+            served: WorkerRank = self.liveweights_served
             served.stand(number)
         except Exception as error:  # the rank boundary
             return wire.plain(Attached(rank, False, f"{type(error).__name__}: {error}"))  # type: ignore[no-any-return]
         return wire.plain(Attached(rank, True))  # type: ignore[no-any-return]
 
 
-class _Rank:
+class WorkerRank:
     """One rank under one front."""
 
     def __init__(self, worker: Any) -> None:
-        self._worker = worker
+        self.worker = worker
         self._server: RankServer | None = None
         self._channel: RankChannel | None = None
         self._engine: VllmRankEngine | None = None
@@ -82,10 +87,10 @@ class _Rank:
         ours.connect(address)
         ours.settimeout(None)
         self._channel = RankChannel(ours)
-        size = int(self._worker.vllm_config.parallel_config.world_size)
-        attach = Attach(token, int(self._worker.rank), size, os.getpid())
+        size = int(self.worker.vllm_config.parallel_config.world_size)
+        attach = Attach(token, int(self.worker.rank), size, os.getpid())
         self._channel.send(Frame.of(FrameKind.EVENT, 0, "attach", attach))
-        self._server = RankServer(self._channel, self._handle)
+        self._server = RankServer(self._channel, self.handle)
         threading.Thread(target=self._serve, name="liveweights", daemon=True).start()
 
     def _serve(self) -> None:
@@ -105,7 +110,11 @@ class _Rank:
     def stand(self, number: int) -> None:
         self._ready().stand(number)
 
-    def _handle(self, verb: str, request: Any) -> Any:
+    def make_engine(self, spec: EngineSpec) -> VllmRankEngine:
+        return VllmRankEngine(self.worker, spec)
+
+    def handle(self, verb: str, request: Any) -> Any:
+        """The reply to one call of the front. Raises LiveweightsError where it is refused."""
         own = self._verbs.get(verb)
         if own is not None:
             return own(request) or RankDone()
@@ -115,7 +124,7 @@ class _Rank:
 
     def _build(self, request: Build) -> Hello:
         spec = request.spec
-        engine = self._engine = VllmRankEngine(self._worker, spec)
+        engine = self._engine = self.make_engine(spec)
         self._agent = RankAgent(engine, tell=self._tell)
         parameters = engine.parameters()
         info = RankInfo(

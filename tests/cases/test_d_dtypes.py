@@ -1,7 +1,7 @@
 """Cases of kind d that a rank agent decides: dtypes, NaN, what a source did not write, derived values.
 
 Also B030 (scalars), B033 (a reused buffer) and B105 (nothing arrived), which end in the same place. B072 is in
-tests/unit/rank/test_rank_agent.py as well, with the order of refresh and label.
+tests/unit/rank/test_rank_agent.py as well, with the order of bind and label.
 """
 
 from __future__ import annotations
@@ -153,8 +153,14 @@ def test_B072_a_derived_copy_is_fresh_when_the_new_version_is_visible(mode: Inst
     tensors = {"lm_head": torch.full((4, 4), 2.0).to(torch.bfloat16)}
     cached: dict[str, torch.Tensor] = {}
     engines: list[BareEngine] = []
-    refresh = Derived("fp32_head", lambda: cached.update(head=engines[0].bound["lm_head"].float()))
-    engines.append(BareEngine({"lm_head": (4, 4)}, Rules(), derived=(refresh,)))
+    head = Derived(
+        "fp32_head",
+        ("lm_head",),
+        build=lambda tensors: tensors["lm_head"].float(),
+        bind=lambda state: cached.update(head=state),
+        bound=lambda: torch.zeros(4, 4),
+    )
+    engines.append(BareEngine({"lm_head": (4, 4)}, Rules(), derived=(head,)))
     seen: list[float] = []
     engines[0].before_label = lambda _version: seen.append(cached["head"][0, 0].item())
     BareReplica(engines, lambda _rank: MemorySource(tensors, manifest_of(tensors))).update(1, "0-1", mode)
@@ -167,8 +173,18 @@ def test_B074_nothing_is_visible_before_the_end_and_the_end_comes_once() -> None
     made = replica(tensors)
     engine = made.engines[0]
     before = [{name: t.clone() for name, t in engine.bound.items()}]
-    refreshed: list[bool] = []
-    engine._derived = (Derived("packed", lambda: refreshed.append(holds(made, [sliced(tensors, 0, 1)]))),)
+    built: list[str] = []
+    bound: list[bool] = []
+    engine._derived = (
+        Derived(
+            "packed",
+            tuple(engine.bound),
+            build=lambda given: built.extend(given),
+            bind=lambda _state: bound.append(holds(made, [sliced(tensors, 0, 1)])),
+            bound=lambda: None,
+        ),
+    )
+    made = BareReplica(made.engines, made.open_source)
     arrivals: list[bool] = []
 
     class Watched(MemorySource):
@@ -180,7 +196,7 @@ def test_B074_nothing_is_visible_before_the_end_and_the_end_comes_once() -> None
     made.update(1, "0-1")
     assert len(arrivals) == len(tensors)
     assert all(arrivals)
-    assert refreshed == [True]
+    assert (sorted(built), bound) == (sorted(engine.bound), [True])
 
 
 @pytest.mark.parametrize("digests", [True, False])

@@ -50,8 +50,8 @@ def test_B073_the_same_bytes_three_times_give_the_same_tokens(tmp_path: Path, ke
 def test_B074_three_chunks_show_nothing_before_the_end_and_finalise_once(tmp_path: Path) -> None:
     seven = make_toy_checkpoint(tmp_path / "7", seed=7, shards=3)
     eight = make_toy_checkpoint(tmp_path / "8", seed=8, shards=3)
-    # The only derived tensor may be rebuilt once: a second time would fail the install.
-    options: dict[str, str | int | float | bool] = {"kernel": "packed", "fault": "raise:before:refresh:0:2"}
+    # The only derived tensor may be bound once: a second time would fail the install.
+    options: dict[str, str | int | float | bool] = {"kernel": "packed", "fault": "raise:before:bind:0:2"}
     with Replica(TOY, seven, 1, options) as replica:
         before, old = replica.digests(), list(reference_generate(seven, PROMPT, 12))
 

@@ -646,7 +646,8 @@ def test_joins_that_are_refused(tmp_path: Path) -> None:
         assert (wrong.status_code, code(wrong)) == (400, "bad_request")
         for url in (
             "ftp://x",
-            "http://x/path",
+            "http://x/path?query",
+            "http://x/../path",
             "http://a b",
             "http://u@h",
             "file:///etc/passwd",

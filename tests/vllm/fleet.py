@@ -5,15 +5,25 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
+from safetensors.torch import load_file
 
 from tests.vllm.server import ANSWER_S, START_S, VllmServer, reserved_port, running, serve, wait_ready
+from trainer_side.client import Client
+from trainer_side.session import UpdateSession
+from trainer_side.sources import as_source
+from transports.registry import make_sender
+from updater.security import ADMIN_ENV
+
+Tensors = dict[str, torch.Tensor]
 
 PREFIX = "/v1/liveweights"
 _ENGINE = ("--worker-extension-cls", "engine_adapter.vllm.worker.LiveweightsWorker")
@@ -26,6 +36,7 @@ class Coordinator:
     url: str
     client: httpx.Client
     log: Path
+    token: str = ""
 
     def push(self, path: Path, step: int, *, expect: int | None = 200, **body: Any) -> dict[str, Any]:
         """Publish a folder and wait; the receipt or the problem document."""
@@ -46,8 +57,73 @@ class Coordinator:
         return self.client.get(route).json()
 
 
+@dataclass(slots=True)
+class Fleet:
+    """One server under one coordinator, and the two checkpoints it goes between. `path`: what is live; `home`: a folder
+    that sources may lie under."""
+
+    coordinator: Coordinator
+    server: VllmServer
+    first: Path
+    second: Path
+    path: Path
+    inference_key: str = ""
+    home: Path = Path()
+    steps: Iterator[int] = field(default_factory=lambda: count(1))
+
+    @property
+    def live(self) -> str:
+        found: str = self.coordinator.get("/v1/version")["version"]
+        return found
+
+    @property
+    def other(self) -> Path:
+        """The checkpoint that is not live."""
+        return self.second if self.path == self.first else self.first
+
+    def publish(self, path: Path, *, expect: int = 200, **policy: Any) -> dict[str, Any]:
+        """The receipt, or the problem document."""
+        answer = self.coordinator.push(path, next(self.steps), expect=expect, policy=policy)
+        if expect == 200:
+            self.path = path
+        return answer
+
+    @contextmanager
+    def committing(self, path: Path, **policy: Any) -> Iterator[Callable[[], dict[str, Any]]]:
+        """Staged and verified inside the block; what it is handed commits and returns the receipt."""
+        step, client = next(self.steps), self.coordinator.client
+        body = {"version": step, "path": str(path), "policy": {**policy, "commit": "manual"}, "id": f"manual-{step}"}
+        assert client.post("/v1/updates", json=body).status_code == 202
+        at = f"/v1/updates/manual-{step}"
+        until(lambda: self.coordinator.get(at)["phase"] == "ready", "the update is staged and verified")
+
+        def commit() -> dict[str, Any]:
+            assert client.post(f"{at}/commit").status_code == 202
+            until(lambda: self.coordinator.get(at)["receipt"] is not None, "the update ended")
+            receipt: dict[str, Any] = self.coordinator.get(at)["receipt"]
+            assert receipt["outcome"] == "committed", receipt
+            self.path = path
+            return receipt
+
+        yield commit
+
+    @contextmanager
+    def stream(self, path: Path, transport: str = "shared_memory") -> Iterator[tuple[UpdateSession, Tensors]]:
+        """A session that is open, and the tensors of `path` to put into it."""
+        tensors = dict(sorted(load_file(path / "model.safetensors").items()))
+        source, sender = as_source(tensors), make_sender(transport)
+        try:
+            with (
+                Client(self.coordinator.url, self.coordinator.token) as client,
+                UpdateSession(client, sender, source.specs, next(self.steps), digests=source.digests()) as session,
+            ):
+                yield session, tensors
+        finally:
+            sender.close()
+
+
 @contextmanager
-def coordinator(home: Path, roots: Sequence[Path]) -> Iterator[Coordinator]:
+def coordinator(home: Path, roots: Sequence[Path], token: str = "") -> Iterator[Coordinator]:
     """`liveweights serve` with its journal in `home`."""
     home.mkdir(parents=True, exist_ok=True)
     log = home / "coordinator.log"
@@ -65,10 +141,12 @@ def coordinator(home: Path, roots: Sequence[Path]) -> Iterator[Coordinator]:
         ]
         for root in roots:
             command += ["--root", str(root)]
-        with running(command, log, dict(os.environ)) as process:
-            with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False) as client:
+        environment = dict(os.environ) | ({ADMIN_ENV: token} if token else {})
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        with running(command, log, environment) as process:
+            with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False, headers=headers) as client:
                 wait_ready(process, client, "/healthz", log)
-                yield Coordinator(url, client, log)
+                yield Coordinator(url, client, log, token)
 
 
 @contextmanager
@@ -90,6 +168,7 @@ def member(
         "LIVEWEIGHTS_REPLICA": replica,
         "LIVEWEIGHTS_ROOTS": os.pathsep.join(str(root) for root in roots),
         "LIVEWEIGHTS_COORDINATOR": of.url if of is not None else "",
+        **({ADMIN_ENV: of.token} if of is not None and of.token else {}),
         **(environment or {}),
     }
     ready = "/readyz" if joined else "/health"

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,11 +71,19 @@ class Children:
         if not self._starting:
             raise SystemExit(128 + number)
 
-    def start(self, name: str, arguments: Sequence[str], port: int) -> Child:
-        """Run `liveweights <arguments>`."""
+    def start(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        port: int,
+        *,
+        module: str = "updater.cli.main",
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Run `liveweights <arguments>`, or another module. `environment`: beside what this process has."""
         self._starting = True
         try:
-            child = self._start(name, arguments, port)
+            child = self._start(name, [sys.executable, "-m", module, *arguments], port, environment or {})
             self.running.append(child)
         finally:
             self._starting = False
@@ -83,15 +91,15 @@ class Children:
             raise SystemExit(128 + signal.SIGTERM)
         return child
 
-    def _start(self, name: str, arguments: Sequence[str], port: int) -> Child:
+    def _start(self, name: str, command: Sequence[str], port: int, environment: Mapping[str, str]) -> Child:
         log = self.logs / f"{name}.log"
         with open(log, "wb") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-m", "updater.cli.main", *arguments],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env=_environment() | dict(environment),
                 start_new_session=True,
             )
         return Child(name, f"http://127.0.0.1:{port}", log, process)

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -89,7 +88,7 @@ def test_one_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
 
 def test_a_signal_during_a_start_waits_until_the_child_is_noted(tmp_path: Path) -> None:
     class Interrupted(Children):
-        def _start(self, name: str, arguments: Sequence[str], port: int) -> Child:
+        def _start(self, *_started: object) -> Child:
             self.interrupt(signal.SIGTERM)
             made = child(Children(self.logs), "import signal; signal.pause()")
             self.interrupt(signal.SIGTERM)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from engine_adapter.base import Derived
 from engine_adapter.placement.atoms import make_cuts
 from engine_adapter.placement.declared import Rules, Target, declare
 from engine_adapter.rank.agent import STAGING_VERBS, RankAgent
+from engine_adapter.rank.derived import DerivedStates
 from engine_adapter.rank.messages import (
     RANK_MESSAGES,
     RankAudit,
@@ -104,6 +106,47 @@ class Rank:
     @property
     def live(self) -> str:
         return self.agent.status(RankStatus()).live_version
+
+
+@dataclass(eq=False)
+class Made:
+    """A state of `Head`."""
+
+    copy: torch.Tensor
+
+
+class Head:
+    """A derived double-precision copy of `a`, which counts its builds."""
+
+    def __init__(self, name: str = "head") -> None:
+        self.derived = Derived(name, ("a",), self._build, self._bind, lambda: self._bound)
+        self._bound = Made(weights(1.0)["a"].double())
+        self._made: list[weakref.ref[Made]] = [weakref.ref(self._bound)]
+        self.built, self.failures, self.broken = 0, 0, False
+
+    @property
+    def value(self) -> float:
+        return self._bound.copy[0, 0].item()
+
+    def alive(self) -> list[float]:
+        """Of every state that somebody still holds."""
+        found = [ref() for ref in self._made]
+        return [made.copy[0, 0].item() for made in found if made is not None]
+
+    def _build(self, tensors: Mapping[str, torch.Tensor]) -> object:
+        if self.broken:
+            raise ArithmeticError("no kernel for this")
+        self.built += 1
+        made = Made(tensors["a"].double())
+        self._made.append(weakref.ref(made))
+        return made
+
+    def _bind(self, state: object) -> None:
+        assert isinstance(state, Made)
+        if self.failures and state is not self._bound:
+            self.failures -= 1
+            raise ArithmeticError("bind failed")
+        self._bound = state
 
 
 _F32 = {"a": torch.float32, "b": torch.float32}
@@ -354,25 +397,83 @@ def test_a_failed_install_that_cannot_be_taken_back_keeps_the_rank_shut_until_re
 @pytest.mark.parametrize("mode", MODES)
 def test_derived_values_follow_install_and_restore(mode: InstallMode) -> None:
     """B072."""
-    head: dict[str, torch.Tensor] = {}
-    made: list[Rank] = []
-    refresh = Derived("head", lambda: head.update(copy=made[0].engine.bound["a"].double()))
-    made.append(Rank(derived=(refresh,)))
-    rank = made[0]
+    head = Head()
+    rank = Rank(derived=(head.derived,))
     rank.stage()
+    assert (head.value, head.built) == (1.0, 1)  # the engine still serves the old one
     rank.pause()
     seen: list[float] = []
-    rank.engine.before_label = lambda _version: seen.append(head["copy"][0, 0].item())
+    rank.engine.before_label = lambda _version: seen.append(head.value)
     rank.install(mode=mode)
     rank.restore()
-    assert seen == [2.0, 1.0]  # before the new label is visible
+    assert (seen, head.built) == ([2.0, 1.0], 1)  # before the new label is visible, and nothing built while paused
 
 
-def test_derived_values_without_a_hook_block_the_update() -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_derived_values_follow_a_rollback_without_being_built_again(mode: InstallMode) -> None:
+    head = Head()
+    rank = Rank(derived=(head.derived,))
+    rank.update(mode=mode)
+    rank.agent.check_previous(RankCheckPrevious(2, "start", ""))
+    rank.pause(2)
+    rank.install(2, mode=mode)
+    rank.resume(2)
+    assert (head.value, head.built, rank.holds(1.0)) == (1.0, 1, True)
+    rank.tensors = weights(3.0)
+    rank.update(3, mode)
+    assert (head.value, head.built) == (3.0, 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bind_that_fails_in_the_middle_is_undone_with_the_bytes(mode: InstallMode) -> None:
+    first, second = Head("first"), Head("second")
+    second.failures = 1
+    rank = Rank(derived=(first.derived, second.derived))
+    rank.stage()
+    rank.pause()
+    with refused("rank_failed"):
+        rank.install(mode=mode)
+    assert (first.value, second.value, rank.holds(1.0)) == (1.0, 1.0, True)
+    assert rank.state == ("staged", 1, "")
+    rank.install(attempt=2, mode=mode)
+    assert (first.value, second.value, rank.holds(2.0)) == (2.0, 2.0, True)
+
+
+def test_a_build_that_fails_refuses_the_vote_and_names_the_layer() -> None:
+    head = Head()
+    rank = Rank(derived=(head.derived,))
+    head.broken = True
+    with refused("rank_failed", tensors=["head"]):
+        rank.stage()
+    with refused("wrong_phase"):
+        rank.pause()
+        rank.install()
+    rank.resume()
+    rank.agent.discard(RankDiscard(1))
+    assert (head.value, rank.holds(1.0), rank.state[0]) == (1.0, True, "empty")
+    head.broken = False
+    rank.update(2)
+    assert head.value == 2.0
+
+
+def test_a_new_staging_spends_the_derived_values_of_the_previous_version() -> None:
+    head = Head()
+    rank = Rank(derived=(head.derived,))
+    rank.update()
+    rank.tensors = weights(3.0)
+    rank.plan(2)
+    assert rank.agent.check_previous(RankCheckPrevious(2, "start", ""))
+    rank.agent.stage(RankStage(2, 9.0))
+    assert head.alive() == [2.0]
+
+
+def test_derived_values_without_a_hook_or_a_parameter_are_refused_when_a_rank_joins() -> None:
     """B072."""
-    rank = Rank(derived=(Derived("head", None),))  # type: ignore[arg-type]
+    head = Head()
     with refused("placement_refused", tensors=["head"]):
-        rank.plan(1)
+        Rank(derived=(replace(head.derived, build=None),))  # type: ignore[arg-type]
+    with refused("placement_refused", tensors=["head"]):
+        Rank(derived=(replace(head.derived, feeds=("nothing",)),))
 
 
 def test_moved_memory_between_vote_and_pause_is_refused_and_not_paused() -> None:
@@ -645,7 +746,7 @@ def test_an_install_does_not_wait_for_an_audit(what: str, mode: InstallMode) -> 
 def test_an_audit_that_begins_while_an_install_waits_for_the_lock_is_told_too() -> None:
     """Else it would compare bytes that an exchange has begun to move with what they were."""
     engine = BareEngine({"a": (3, 4)}, Rules(), dtypes=_F32)
-    state = RankState(engine, Spare(engine.parameters()))
+    state = RankState(engine, Spare(engine.parameters()), DerivedStates((), {}))
     begun: list[threading.Event] = []
 
     class Lock:

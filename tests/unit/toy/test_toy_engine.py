@@ -50,10 +50,11 @@ class Served:
 
     def install(self, folder: Path, version: str, policy: CachePolicy) -> None:
         """What an install comes to, while paused: other bytes, derived tensors, label."""
-        for name, tensor in expected_parameters(folder, 0, 1, self.engine.options).items():
+        tensors = expected_parameters(folder, 0, 1, self.engine.options)
+        for name, tensor in tensors.items():
             self.engine.parameters()[name].rebind(tensor)
         for derived in self.engine.derived():
-            derived.refresh()
+            derived.bind(derived.build({name: tensors[name] for name in derived.feeds}))
         self.engine.set_version(version, version, policy)
 
 

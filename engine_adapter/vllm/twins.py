@@ -1,0 +1,159 @@
+"""Post-processed layers: weights that vLLM packs after a load, updated by way of a twin of the layer.
+
+A packed kernel (`layer.cpu_linear`, experts in a grouped layout) holds no byte of a checkpoint. The parameters of such
+a layer are therefore kept in load format beside it, staged and verified like all others, and the vote builds the packed
+state from them on a twin: a second layer with its own quant method, which runs the engine's own processing. An install
+swaps states. There are two twins, so that one can be built on while the other's objects serve.
+
+Nothing here is called while the engine serves, but for the builds: they run on the staging thread, read no current
+configuration of vLLM (a process-global) and touch only their twin. They make kernels and run none: oneDNN kernels of a
+process share a scratchpad, which is the forward pass's then. Comparing by output is therefore done at join alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from engine_adapter.base import Derived, Parameter
+from engine_adapter.vllm.twins_layer import ProcessedLayer
+from engine_adapter.vllm.twins_table import HOOKS, METHODS, Method, qualified
+from updater.core.errors import Failure, Rejected
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedLayers:
+    """`parameters`: in load format, holding the start checkpoint; they take the place of the model's own tensors of
+    these names. `derived`: the layers' packed states.
+    """
+
+    parameters: Mapping[str, Parameter]
+    derived: tuple[Derived, ...]
+
+
+def processed_layers(model: nn.Module, vllm_config: Any) -> ProcessedLayers:
+    """Find them and prove that their twins make of the start checkpoint what the live layers hold.
+
+    `model`: loaded by vLLM from `vllm_config`, not serving yet. Call on the thread that loaded it: reads the checkpoint
+    once more, through vLLM's own loader, and needs memory for a second model meanwhile. Raises Rejected
+    (`placement_refused`) naming every layer of a type that was not tested, or that its twin does not reproduce.
+    """
+    methods = _methods(model)
+    if not methods:
+        return ProcessedLayers({}, ())
+    twins = (twin_model(vllm_config), twin_model(vllm_config))
+    for twin in twins:
+        _tie_alike(model, twin)
+    load_start(twins[0], vllm_config)
+    names = _canonical_names(twins[0])
+    start = {name: parameter.data for name, parameter in twins[0].named_parameters(remove_duplicate=False)}
+    layers = [ProcessedLayer(name, model, twins, method, names) for name, method in methods.items()]
+    failures = [failure for layer in layers for failure in layer.prove(start)]
+    packed = [layer for layer in layers if layer.packed]
+    failures += shared(layers) + _compiled(packed, vllm_config)
+    if failures:
+        raise Rejected(*failures)
+    raw = {name: _held(name, start[name]) for layer in packed for name in layer.raw}
+    return ProcessedLayers(raw, tuple(layer.derived() for layer in packed))
+
+
+def twin_model(vllm_config: Any) -> nn.Module:
+    """A second model as vLLM builds it, its weights not loaded, registered nowhere."""
+    config, compilation = copy.copy(vllm_config), copy.copy(vllm_config.compilation_config)
+    compilation.static_forward_context, compilation.static_all_moe_layers = {}, []
+    compilation.enabled_custom_ops, compilation.disabled_custom_ops = Counter(), Counter()
+    compilation.mode = type(compilation.mode)(0)
+    config.compilation_config = compilation
+    loading: Any = import_module("vllm.model_executor.model_loader.utils")
+    with _dtype(vllm_config.model_config.dtype), torch.device("cpu"):
+        return cast(nn.Module, loading.initialize_model(config)).eval()
+
+
+def load_start(twin: nn.Module, vllm_config: Any) -> None:
+    """Fill a twin as vLLM fills a model, without the processing that follows."""
+    loaders: Any = import_module("vllm.model_executor.model_loader")
+    configs: Any = import_module("vllm.config")
+    with _dtype(vllm_config.model_config.dtype), configs.set_current_vllm_config(vllm_config):
+        loaders.get_model_loader(vllm_config.load_config).load_weights(twin, vllm_config.model_config)
+
+
+def _methods(model: nn.Module) -> dict[str, Method]:
+    """Layer -> entry of the table, for every layer that vLLM processes after a load."""
+    found: dict[str, Method] = {}
+    failures: list[Failure] = []
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and qualified(type(method)) in METHODS:
+            found[name] = METHODS[qualified(type(method))]
+        elif hasattr(method, "process_weights_after_loading"):
+            why = f"layers of {qualified(type(method))} were never tested: docs/vllm-layers.md"
+            failures.append(Failure("placement_refused", why, tensor=name))
+        hook = (qualified(type(module)), qualified(type(getattr(module, "impl", None))))
+        if hasattr(module, "process_weights_after_loading") and not name.endswith("quant_method") and hook not in HOOKS:
+            why = f"the processing of {hook[0]} after a load was never tested: docs/vllm-layers.md"
+            failures.append(Failure("placement_refused", why, tensor=name))
+    if failures:
+        raise Rejected(*failures)
+    return found
+
+
+def _tie_alike(model: nn.Module, twin: nn.Module) -> None:
+    """vLLM may tie two layers after it compared what was loaded; the twin is tied before."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            path, _, key = name.rpartition(".")
+            twin.get_submodule(path)._parameters[key] = twin.get_parameter(known)
+
+
+def _canonical_names(twin: nn.Module) -> dict[str, str]:
+    """Every name of a parameter -> the first of its names."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in twin.named_parameters(remove_duplicate=False)}
+
+
+def shared(layers: list[ProcessedLayer]) -> list[Failure]:
+    """Every parameter that one layer packs away and that is tied to another layer's."""
+    users: dict[str, list[ProcessedLayer]] = {}
+    for layer in layers:
+        for feed in layer.feeds.values():
+            users.setdefault(feed, []).append(layer)
+    return [
+        Failure("placement_refused", f"its {name} is tied to another layer's and packed", tensor=layer.name)
+        for layer in layers
+        for name in layer.raw
+        if len(users[name]) > 1
+    ]
+
+
+def _compiled(packed: list[ProcessedLayer], vllm_config: Any) -> list[Failure]:
+    """A compiled graph holds the kernels that it was traced with."""
+    if int(vllm_config.compilation_config.mode or 0) == 0:
+        return []
+    why = "packed, and a compiled model keeps the old kernel: needs --enforce-eager"
+    return [Failure("placement_refused", why, tensor=layer.name) for layer in packed]
+
+
+def _held(name: str, tensor: torch.Tensor) -> Parameter:
+    """No forward pass reads it: rebinding it is nothing."""
+    return Parameter(name, tensor, lambda _tensor: None)
+
+
+@contextmanager
+def _dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What vLLM's layers take as their dtype while they are made. Process-global: only before the engine serves."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,204 @@
+"""The middleware around vLLM's routes, over small ASGI apps that answer as its routes do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from engine_adapter.replica.replies import Span, Wanted
+from engine_adapter.vllm.middleware import VersionMiddleware
+from engine_adapter.vllm.replies import Part, Reply, current_reply
+from updater.core.errors import Failure, Unavailable
+from updater.core.version import Version
+
+OLD, NEW = Span("0-1", 0, 3), Span("0-2", 3, 5)
+Handler = Callable[[Request, Reply], Awaitable[Response]]
+
+
+def mine() -> Reply:
+    reply = current_reply.get()
+    assert reply is not None
+    return reply
+
+
+def made(reply: Reply, *sequences: tuple[Span, ...], cached: int = 0) -> None:
+    """The engine was called once and made these."""
+    part = reply.part()
+    part.sequences = dict(enumerate(sequences))
+    part.cached_tokens = cached
+
+
+def ask(handler: Handler, body: Any = None, **request: Any) -> httpx.Response:
+    async def endpoint(found: Request) -> Response:
+        return await handler(found, mine())
+
+    app = VersionMiddleware(
+        Starlette(routes=[Route("/v1/completions", endpoint, methods=["POST"])]), lambda: "0-2", lambda v: f"d{v}"
+    )
+
+    async def main() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://vllm") as client:
+            options = request or {"json": {} if body is None else body}
+            return await asyncio.wait_for(client.post("/v1/completions", **options), 60)
+
+    return asyncio.run(main())
+
+
+def test_a_reply_says_what_made_it() -> None:
+    async def handler(_request: Request, reply: Reply) -> Response:
+        made(reply, (OLD, NEW), cached=7)
+        return JSONResponse({"choices": [{"index": 0, "text": "ü"}], "usage": {"completion_tokens": 5}})
+
+    answer = ask(handler)
+    assert answer.json() == {
+        "choices": [{"index": 0, "text": "ü"}],
+        "usage": {"completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 7}},
+        "liveweights": {
+            "version": "0-2",
+            "digest": "d0-2",
+            "spans": [{"version": "0-1", "start": 0, "end": 3}, {"version": "0-2", "start": 3, "end": 5}],
+        },
+    }
+    assert int(answer.headers["content-length"]) == len(answer.content)
+
+
+def test_choices_of_several_prompts_each_have_their_own_spans() -> None:
+    async def handler(_request: Request, reply: Reply) -> Response:
+        made(reply, (OLD,), (NEW,))
+        made(reply, (NEW,), (OLD,))
+        return JSONResponse({"choices": [{"index": index} for index in range(4)]})
+
+    choices = ask(handler).json()["choices"]
+    assert [choice["liveweights"]["spans"][0]["version"] for choice in choices] == ["0-1", "0-2", "0-2", "0-1"]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 11, 10_000])
+def test_the_last_event_of_a_stream_says_what_made_it_however_it_is_cut(cut: int) -> None:
+    first = {"choices": [{"index": 0, "text": "a", "finish_reason": None}]}
+    last = {"choices": [{"index": 0, "text": "\u00e9", "finish_reason": "stop"}]}
+    events = b"".join(
+        b"data: " + json.dumps(each, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+        for each in (first, last)
+    )
+    whole = events + b"data: [DONE]\n\n"
+
+    async def pieces() -> AsyncIterator[bytes]:
+        made(mine(), (OLD,))
+        for start in range(0, len(whole), cut):
+            yield whole[start : start + cut]
+
+    async def handler(_request: Request, _reply: Reply) -> Response:
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    lines = [line for line in ask(handler).text.split("\n\n") if line]
+    assert lines[0] == "data: " + json.dumps(first, separators=(",", ":"))
+    said = json.loads(lines[1].removeprefix("data: "))
+    assert said.pop("liveweights")["version"] == "0-1"
+    assert said == last
+    assert lines[2:] == ["data: [DONE]"]
+
+
+def test_a_reply_that_an_update_ended_says_so() -> None:
+    async def handler(_request: Request, reply: Reply) -> Response:
+        made(reply, (OLD,))
+        reply.ended_by_update = True
+        return JSONResponse({"choices": [{"index": 0}]})
+
+    said = ask(handler).json()["liveweights"]
+    assert (said["reason"], said["retryable"], said["version"]) == ("aborted_by_update", True, "0-1")
+
+
+def test_answers_of_routes_that_never_called_the_engine_pass_as_they_are() -> None:
+    async def handler(_request: Request, _reply: Reply) -> Response:
+        return JSONResponse({"tokens": [1, 2]})
+
+    assert ask(handler).json() == {"tokens": [1, 2]}
+
+
+def test_an_error_of_vllm_passes_as_it_is() -> None:
+    async def handler(_request: Request, reply: Reply) -> Response:
+        made(reply, (OLD,))
+        return JSONResponse({"error": {"message": "no"}}, 400)
+
+    answer = ask(handler)
+    assert (answer.status_code, answer.json()) == (400, {"error": {"message": "no"}})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_of_the_gate_is_a_problem_document_whatever_the_route_made_of_it(stream: bool) -> None:
+    async def late() -> AsyncIterator[bytes]:
+        mine().failure = Unavailable(Failure("shut", "still shut"))
+        yield b'data: {"error":"internal"}\n\n'
+
+    async def handler(_request: Request, reply: Reply) -> Response:
+        reply.part()
+        if stream:
+            return StreamingResponse(late(), media_type="text/event-stream")
+        reply.failure = Unavailable(Failure("shut", "still shut"))
+        return JSONResponse({"error": "internal"}, 500)
+
+    answer = ask(handler)
+    assert (answer.status_code, answer.json()["code"]) == (503, "shut")
+    assert answer.json()["live_version"] == "0-2"
+    assert answer.headers["retry-after"]
+
+
+def test_wishes_are_taken_out_of_the_body() -> None:
+    seen: list[Any] = []
+
+    async def handler(request: Request, reply: Reply) -> Response:
+        seen.append((await request.json(), reply.wanted, int(request.headers["content-length"])))
+        return JSONResponse({})
+
+    ask(handler, {"prompt": "x", "liveweights": {"min_version": "0-1", "exact_version": 2}})
+    body, wanted, length = seen[0]
+    assert (body, wanted) == ({"prompt": "x"}, Wanted(Version(0, 1), Version(0, 2)))
+    assert length == len(json.dumps(body))
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [7, [], {"min": 1}, {"min_version": "x"}, {"exact_version": 1.5}, {"exact_version": True}, {"min_version": []}],
+)
+def test_a_wish_that_cannot_be_read_is_refused(wish: Any) -> None:
+    async def handler(_request: Request, _reply: Reply) -> Response:
+        raise RuntimeError("the route must not run")
+
+    answer = ask(handler, {"liveweights": wish})
+    assert (answer.status_code, answer.json()["code"]) == (400, "bad_request")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"content": b'{"liveweights": ', "headers": {"content-type": "application/json"}},
+        {"content": b'["liveweights"]', "headers": {"content-type": "application/json"}},
+        {"content": b"audio", "headers": {"content-type": "audio/wav"}},
+    ],
+)
+def test_bodies_that_are_not_ours_to_read_reach_the_route(request_: dict[str, Any]) -> None:
+    async def handler(request: Request, _reply: Reply) -> Response:
+        return Response(await request.body())
+
+    assert ask(handler, **request_).content == request_["content"]
+
+
+def test_a_pooled_output_was_made_by_the_version_at_dispatch() -> None:
+    class Pooled:
+        outputs = object()
+        num_cached_tokens = 0
+        finished = True
+
+    part = Part()
+    part.take(Pooled(), "0-2")
+    assert part.sequences == {0: (Span("0-2", 0, 0),)}

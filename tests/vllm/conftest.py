@@ -1,0 +1,80 @@
+"""Tests against stock vLLM. They run in an environment that has it (`make vllm`) and are skipped elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.fleet import Fleet, coordinator, member
+from tests.vllm.models import Checkpoints, Dtype, make_checkpoints
+from tests.vllm.server import STARTS
+
+_HERE = Path(__file__).parent
+_TIMEOUT_S = 900.0
+
+
+def has_vllm() -> bool:
+    """This folder has the same name: where vLLM is missing it may be found as a namespace package, with no origin."""
+    spec = find_spec("vllm")
+    return spec is not None and spec.origin is not None
+
+
+class _Absent(pytest.Module):
+    """A test file that is not imported."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        pytest.skip("vLLM is not installed in this environment: make vllm", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if has_vllm():
+        return None
+    absent: _Absent = _Absent.from_parent(parent, path=module_path)
+    return absent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All that lies here carries the marker, so that `-m vllm` forgets no file. First: `-m` is applied by this hook.
+
+    A test that takes too long is interrupted by a signal: a timeout of the thread method would end this process and
+    leave the server.
+    """
+    for item in items:
+        if item.path.is_relative_to(_HERE):
+            item.add_marker(pytest.mark.vllm)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(_TIMEOUT_S, method="signal"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if STARTS.count:
+        terminalreporter.write_line(str(STARTS))
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoints]:
+    """(name, dtype) -> two versions of that model, made once per session."""
+
+    @cache
+    def made(name: str, dtype: Dtype = "bfloat16") -> Checkpoints:
+        return make_checkpoints(tmp_path_factory.mktemp(f"{name}-{dtype}"), name, dtype)
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def llama_fleet(checkpoints: Callable[..., Checkpoints], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A Llama at TP=1 in bfloat16, guarded by an API key per scope. Tests leave it on either checkpoint."""
+    made, home = checkpoints("llama"), tmp_path_factory.mktemp("llama-fleet")
+    admin, inference = "admin-of-the-fleet", "inference-only"
+    roots = [made.first.parent, home]
+    with coordinator(home / "coordinator", roots, admin) as at:
+        keys = ("--api-key", admin, inference)
+        with member(made.first, home / "server.log", at, roots=roots, arguments=keys) as server:
+            server.client.headers["Authorization"] = f"Bearer {inference}"
+            yield Fleet(at, server, made.first, made.second, made.first, inference, home)

@@ -1,0 +1,36 @@
+"""A compiled vLLM model, which captured the addresses of its parameters: installs go in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from engine_adapter.models import encode, reference_tokens
+from tests.vllm.fleet import Fleet, coordinator, member
+from tests.vllm.models import PROMPTS, Checkpoints
+
+COUNT = 32
+
+
+def test_a_compiled_model_is_updated_in_place_and_rolled_back(
+    checkpoints: Callable[..., Checkpoints], tmp_path: Path
+) -> None:
+    """The ranks compare every address before and after: one that moved would take the install back."""
+    models = checkpoints("llama")
+    roots = [models.first.parent]
+    with coordinator(tmp_path / "coordinator", roots) as at:
+        with member(models.first, tmp_path / "server.log", at, roots=roots, eager=False) as server:
+            fleet = Fleet(at, server, models.first, models.second, models.first)
+            assert serves(fleet, models.first)
+            problem = fleet.publish(models.second, expect=422, install="flip")
+            assert problem["code"] == "mode_unsupported"
+            receipt = fleet.publish(models.second)
+            assert receipt["install"] == "exchange"
+            assert serves(fleet, models.second)
+            assert at.rollback("start", receipt["version"])["install"] == "exchange"
+            assert serves(fleet, models.first)
+
+
+def serves(fleet: Fleet, path: Path) -> bool:
+    answers = [fleet.server.complete(prompt, COUNT).tokens for prompt in PROMPTS]
+    return answers == [reference_tokens(path, encode(prompt), COUNT).tokens for prompt in PROMPTS]

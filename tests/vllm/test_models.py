@@ -1,0 +1,65 @@
+"""Model families at TP=1 and TP=2: published, rolled back, and compared with engines that started on the same bytes.
+
+At TP=1 an engine starts on the first checkpoint and is updated to the second, at TP=2 the other way round: each start
+is the other's reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine_adapter.models import encode, reference_tokens
+from tests.vllm.fleet import Fleet, coordinator, member
+from tests.vllm.models import PROMPTS, Checkpoints
+
+COUNT = 32
+#: (model, dtype, version) -> what was seen of it: tokens and content digest, by how the engine came to it.
+Seen = dict[tuple[str, str, str], tuple[list[tuple[int, ...]], str]]
+CASES = [
+    *((name, "bfloat16", ranks) for name in ("tied", "odd", "qwen2", "mixtral") for ranks in (1, 2)),
+    # float32: vLLM packs linears and experts, so that what is live is not the checkpoint's bytes
+    ("llama", "float32", 1),
+    ("tied", "float32", 2),
+    ("mixtral", "float32", 2),
+]
+
+
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    return {}
+
+
+def look(fleet: Fleet) -> tuple[list[tuple[int, ...]], str]:
+    """Tokens of every prompt, and the digest of what is live."""
+    tokens = [fleet.server.complete(prompt, COUNT).tokens for prompt in PROMPTS]
+    return tokens, fleet.coordinator.get("/v1/fleet")["members"][0]["live_digest"]
+
+
+def same(found: tuple[list[tuple[int, ...]], str], seen: Seen, key: tuple[str, str, str], path: Path) -> bool:
+    """As transformers says, and as every engine did that held these bytes before."""
+    expected = [reference_tokens(path, encode(prompt), COUNT).tokens for prompt in PROMPTS]
+    return found[0] == expected and found == seen.setdefault(key, found)
+
+
+@pytest.mark.parametrize(("name", "dtype", "ranks"), CASES, ids=lambda value: str(value))
+def test_commit_and_rollback_give_the_tokens_of_engines_that_started_so(
+    checkpoints: Callable[..., Checkpoints], tmp_path: Path, seen: Seen, name: str, dtype: str, ranks: int
+) -> None:
+    models = checkpoints(name, dtype)
+    versions = {"first": models.first, "second": models.second}
+    start, other = ("first", "second") if ranks == 1 else ("second", "first")
+    roots = [models.first.parent]
+    with coordinator(tmp_path / "coordinator", roots) as at:
+        log = tmp_path / "server.log"
+        with member(versions[start], log, at, roots=roots, ranks=ranks, dtype=dtype) as server:
+            fleet = Fleet(at, server, models.first, models.second, versions[start])
+            assert same(look(fleet), seen, (name, dtype, start), versions[start])
+            receipt = fleet.publish(versions[other])
+            assert (receipt["install"], receipt["tensors_changed"] > 0) == ("flip", True)
+            assert same(look(fleet), seen, (name, dtype, other), versions[other])
+            back = at.rollback("start", receipt["version"])
+            assert back["outcome"] == "committed"
+            assert same(look(fleet), seen, (name, dtype, start), versions[start])

@@ -1,0 +1,217 @@
+"""A stock vLLM server in a fleet of one: published, served, cached, generated through, rolled back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine_adapter.models import encode, reference_tokens
+from tests.vllm.fleet import Fleet
+from tests.vllm.models import PROMPTS
+from tests.vllm.server import VllmServer
+from updater.core.policy import CachePolicy, InFlight
+
+COUNT = 48
+PREFIX = 3 * "a prefix of more than two blocks of the cache, which every prompt here begins with, whatever it asks; "
+SUPPORTED = {
+    (InFlight.DRAIN, CachePolicy.RESET),
+    (InFlight.DRAIN, CachePolicy.NAMESPACE),
+    (InFlight.DRAIN, CachePolicy.KEEP),
+    (InFlight.ABORT, CachePolicy.RESET),
+    (InFlight.ABORT, CachePolicy.NAMESPACE),
+    (InFlight.ABORT, CachePolicy.KEEP),
+    (InFlight.RECOMPUTE, CachePolicy.RESET),
+    (InFlight.KEEP, CachePolicy.NAMESPACE),
+}
+
+
+@pytest.fixture
+def fleet(llama_fleet: Fleet) -> Iterator[Fleet]:
+    """On the first checkpoint, under a version of its own."""
+    llama_fleet.publish(llama_fleet.first)
+    yield llama_fleet
+    assert llama_fleet.server.client.get("/readyz").status_code == 200
+
+
+def expected(model: Path, prompt: str, number: int = COUNT) -> tuple[int, ...]:
+    return reference_tokens(model, encode(prompt), number).tokens
+
+
+def test_a_publication_serves_the_new_tokens_on_every_route_and_a_rollback_the_old(fleet: Fleet) -> None:
+    before = fleet.live
+    receipt = fleet.publish(fleet.second)
+    label = receipt["version"]
+    assert (receipt["outcome"], receipt["install"], receipt["rollback_to"]) == ("committed", "flip", before)
+    assert 0 < receipt["tensors_changed"] <= receipt["tensors"]
+    digest = fleet.coordinator.get("/v1/fleet")["members"][0]["live_digest"]
+    whole = {"version": label, "digest": digest, "spans": [{"version": label, "start": 0, "end": COUNT}]}
+    for prompt in PROMPTS:
+        for answer in (fleet.server.complete(prompt, COUNT), fleet.server.complete_streaming(prompt, COUNT)):
+            assert answer.tokens == expected(fleet.second, prompt)
+            assert answer.body["liveweights"] == whole
+    chat = fleet.server.chat(PROMPTS[0], COUNT)
+    assert chat.body["liveweights"] == whole
+    back = fleet.coordinator.rollback(before, label)
+    assert (back["outcome"], back["kind"], back["live_version"]) == ("committed", "rollback", before)
+    answer = fleet.server.complete(PROMPTS[0], COUNT)
+    assert answer.tokens == expected(fleet.first, PROMPTS[0])
+    assert answer.body["liveweights"]["version"] == before
+
+
+def test_several_prompts_and_several_sequences_each_say_what_made_them(fleet: Fleet) -> None:
+    body = {"model": fleet.server.model, "prompt": list(PROMPTS), "max_tokens": 4, "temperature": 1, "n": 2}
+    answer = fleet.server.client.post("/v1/completions", json=body).json()
+    assert len(answer["choices"]) == 2 * len(PROMPTS)
+    span = [{"version": fleet.live, "start": 0, "end": 4}]
+    assert [choice["liveweights"]["spans"] for choice in answer["choices"]] == [span] * 2 * len(PROMPTS)
+
+
+def test_keys_and_values_of_old_weights_meet_no_new_ones_unless_asked_to(fleet: Fleet) -> None:
+    """I5. With `cache=keep` the same prompt gives tokens of neither version: the stale prefix is real."""
+    server, prompt = fleet.server, PREFIX[: 2 * 128 + 2]  # all but its last two tokens lie in whole blocks
+    server.complete(prompt, 4)
+    assert cached(server.complete(prompt, 4)) > 0
+    for cache in ("reset", "namespace"):
+        goes_to = fleet.other
+        fleet.publish(goes_to, cache=cache)
+        answer = server.complete(prompt, COUNT)
+        assert cached(answer) == 0
+        assert answer.tokens == expected(goes_to, prompt)
+        assert cached(server.complete(prompt, 4)) > 0
+    goes_to = fleet.other
+    fleet.publish(goes_to, cache="keep")
+    stale = server.complete(prompt, COUNT)
+    assert cached(stale) > 0
+    assert stale.tokens != expected(goes_to, prompt)
+
+
+def cached(answer: Any) -> int:
+    found: int = answer.body["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+class Background:
+    """A long completion that streams while something else happens."""
+
+    def __init__(self, server: VllmServer, number: int = 400, **fields: Any) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.some = threading.Event()
+        self._error: BaseException | None = None
+        self._work = lambda: server.stream(PROMPTS[0], number, **fields)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        assert self.some.wait(120)
+
+    def _run(self) -> None:
+        try:
+            for event in self._work():
+                self.events.append(event)
+                if self.tokens:
+                    self.some.set()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.some.set()
+
+    def result(self) -> dict[str, Any]:
+        """The last event."""
+        self._thread.join(240)
+        assert not self._thread.is_alive()
+        if self._error is not None:
+            raise self._error
+        return next(event for event in reversed(self.events) if event["choices"])
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        choices = [event["choices"][0] for event in self.events if event["choices"]]
+        return tuple(token for choice in choices for token in choice["token_ids"] or ())
+
+
+@pytest.mark.parametrize("cache", CachePolicy)
+@pytest.mark.parametrize("mode", InFlight)
+def test_every_cell_of_modes_and_policies_is_honoured_or_refused(
+    fleet: Fleet, mode: InFlight, cache: CachePolicy
+) -> None:
+    before = fleet.live
+    if (mode, cache) not in SUPPORTED:
+        running = Background(fleet.server)
+        problem = fleet.publish(fleet.second, expect=422, in_flight=mode.value, cache=cache.value)
+        assert problem["code"] == "mode_unsupported"
+        assert (fleet.live, running.result()["choices"][0]["finish_reason"]) == (before, "length")
+        assert running.tokens == expected(fleet.first, PROMPTS[0], 400)
+        return
+    with fleet.committing(fleet.second, in_flight=mode.value, cache=cache.value) as commit:
+        running = Background(fleet.server)
+        others = [Background(fleet.server) for _ in range(7)]  # they make each step longer
+        receipt = commit()
+    last = running.result()
+    ends = [other.result()["liveweights"] for other in others]
+    said, tokens = last["liveweights"], running.tokens
+    if mode is InFlight.DRAIN:
+        assert (receipt["aborted_requests"], receipt["requeued_requests"]) == (0, 0)
+        assert said["spans"] == [{"version": before, "start": 0, "end": 400}]
+        assert tokens == expected(fleet.first, PROMPTS[0], 400)
+    elif mode is InFlight.ABORT:
+        assert receipt["aborted_requests"] == 1 + sum("reason" in end for end in ends)
+        assert last["choices"][0]["finish_reason"] == "abort"
+        assert (said["reason"], said["retryable"], said["version"]) == ("aborted_by_update", True, before)
+        assert 0 < len(tokens) < 400
+        assert tokens == expected(fleet.first, PROMPTS[0], 400)[: len(tokens)]
+    else:
+        assert len(tokens) == 400
+        assert [span["version"] for span in said["spans"]] == [before, receipt["version"]]
+        switch = said["spans"][0]["end"]
+        assert said["spans"][1] == {"version": receipt["version"], "start": switch, "end": 400}
+        assert tokens[:switch] == expected(fleet.first, PROMPTS[0], 400)[:switch]
+    if mode is InFlight.RECOMPUTE:
+        assert receipt["requeued_requests"] == 1 + sum(len(end["spans"]) == 2 for end in ends)
+        rest = reference_tokens(fleet.second, encode(PROMPTS[0]) + tokens[:switch], 400 - switch).tokens
+        assert tokens[switch:] == rest
+    answer = fleet.server.complete(PROMPTS[1], COUNT)
+    assert answer.tokens == expected(fleet.second, PROMPTS[1])
+
+
+def test_tokens_are_made_between_two_staged_buckets_and_all_are_of_the_old_version(
+    fleet: Fleet,
+) -> None:
+    before = fleet.live
+    with fleet.stream(fleet.second) as (session, tensors):
+        names = list(tensors)
+        for name in names[: len(names) // 2]:
+            session.put(name, tensors[name])
+        between = fleet.server.complete(PROMPTS[0], COUNT)
+        assert between.tokens == expected(fleet.first, PROMPTS[0])
+        assert between.body["liveweights"]["version"] == before
+        for name in names[len(names) // 2 :]:
+            session.put(name, tensors[name])
+        session.seal()
+        assert session.wait().outcome == "committed"
+    fleet.path = fleet.second
+    assert fleet.server.complete(PROMPTS[0], COUNT).tokens == expected(fleet.second, PROMPTS[0])
+
+
+def test_versions_that_a_request_asks_for(fleet: Fleet) -> None:
+    live = fleet.live
+    answer = fleet.server.complete(PROMPTS[0], 4, liveweights={"exact_version": live})
+    assert answer.body["liveweights"]["version"] == live
+    with pytest.raises(httpx.HTTPStatusError) as caught:
+        fleet.server.complete(PROMPTS[0], 4, liveweights={"min_version": "1-0"})
+    assert (caught.value.response.status_code, caught.value.response.json()["code"]) == (409, "version_not_served")
+    with pytest.raises(httpx.HTTPStatusError) as caught:
+        fleet.server.complete(PROMPTS[0], 4, liveweights={"min": 3})
+    assert caught.value.response.json()["code"] == "bad_request"
+
+
+def test_vllms_own_api_key_guards_the_participant_contract(fleet: Fleet) -> None:
+    routes = ("participant/v1/status", "replica/v1/readmit", "replica/v1/release")
+    with httpx.Client(base_url=fleet.server.url, trust_env=False) as stranger:
+        assert [stranger.post(f"/v1/liveweights/{route}", json={}).status_code for route in routes] == [401] * 3
+        assert stranger.get("/readyz").status_code == 200
+        inference = {"Authorization": f"Bearer {fleet.inference_key}"}
+        answers = [stranger.post(f"/v1/liveweights/{route}", json={}, headers=inference) for route in routes]
+    assert [answer.json()["code"] for answer in answers] == ["unauthorized"] * 3
