@@ -47,11 +47,11 @@ class VllmRankEngine:
         self.rank, self.size = spec.rank, spec.size
         self._worker = worker
         model = worker.get_model()
-        layers = processed_layers(model, worker.vllm_config)
+        self._placements = RecordedPlacements(worker.vllm_config, model)
+        layers = processed_layers(model, worker.vllm_config, self._placements.fresh)
         # Ours come last: a packed expert has the shape of the one that a checkpoint holds.
         self._parameters = {**collect(model), **layers.parameters}
         self._derived = layers.derived
-        self._placements = RecordedPlacements(worker.vllm_config, model)
         self._steps = 0
         self._stood: tuple[int, PausePoint] | None = None
         self._lock = threading.Lock()

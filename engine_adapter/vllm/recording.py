@@ -48,6 +48,11 @@ class RecordedPlacements:
         self._lock = threading.Lock()
 
     @property
+    def fresh(self) -> nn.Module:
+        """The twin: built as the live model was, on meta, and never loaded or processed."""
+        return self._twin.module
+
+    @property
     def targets(self) -> Mapping[str, tuple[str, ...]]:
         """Name -> other names, of every tensor that the start checkpoint's placement writes or carries."""
         if self._start is None:

@@ -24,7 +24,9 @@ import torch
 from torch import nn
 
 from engine_adapter.base import Derived, Parameter
+from engine_adapter.vllm.twins_equal import is_code
 from engine_adapter.vllm.twins_layer import ProcessedLayer
+from engine_adapter.vllm.twins_state import attributes_of
 from engine_adapter.vllm.twins_table import HOOKS, METHODS, Method, qualified
 from updater.core.errors import Failure, Rejected
 
@@ -39,15 +41,16 @@ class ProcessedLayers:
     derived: tuple[Derived, ...]
 
 
-def processed_layers(model: nn.Module, vllm_config: Any) -> ProcessedLayers:
+def processed_layers(model: nn.Module, vllm_config: Any, fresh: nn.Module) -> ProcessedLayers:
     """Find them and prove that their twins make of the start checkpoint what the live layers hold.
 
-    `model`: loaded by vLLM from `vllm_config`, not serving yet. Call on the thread that loaded it: reads the checkpoint
-    once more, through vLLM's own loader, and needs memory for a second model meanwhile. Raises Rejected
+    `model`: loaded by vLLM from `vllm_config`, not serving yet; `fresh`: the same model, built and never loaded, whose
+    tensors may be on meta. Call on the thread that loaded it. Where a layer may be packed, reads the checkpoint once
+    more, through vLLM's own loader, and needs memory for two more models meanwhile. Raises Rejected
     (`placement_refused`) naming every layer of a type that was not tested, or that its twin does not reproduce.
     """
     methods = _methods(model)
-    if not methods:
+    if not any(may_be_packed(model.get_submodule(name), fresh.get_submodule(name), methods[name]) for name in methods):
         return ProcessedLayers({}, ())
     twins = (twin_model(vllm_config), twin_model(vllm_config))
     for twin in twins:
@@ -63,6 +66,24 @@ def processed_layers(model: nn.Module, vllm_config: Any) -> ProcessedLayers:
         raise Rejected(*failures)
     raw = {name: _held(name, start[name]) for layer in packed for name in layer.raw}
     return ProcessedLayers(raw, tuple(layer.derived() for layer in packed))
+
+
+def may_be_packed(live: nn.Module, fresh: nn.Module, method: Method) -> bool:
+    """Whether something that serves may not be the bytes that a checkpoint feeds.
+
+    False where the parameters have kept their form and nothing else was made of them: that their bytes are the
+    checkpoint's is then what the replay at join proves.
+    """
+    if method.stateful or forms(live) != forms(fresh):
+        return True
+    before = attributes_of(fresh)
+    made = (value for key, value in attributes_of(live).items() if key not in before)
+    return not all(is_code(value) for value in made)
+
+
+def forms(layer: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype] | None]:
+    """Shape and dtype of every parameter."""
+    return {key: None if held is None else (held.shape, held.dtype) for key, held in layer._parameters.items()}
 
 
 def twin_model(vllm_config: Any) -> nn.Module:
@@ -96,13 +117,22 @@ def _methods(model: nn.Module) -> dict[str, Method]:
         elif hasattr(method, "process_weights_after_loading"):
             why = f"layers of {qualified(type(method))} were never tested: docs/vllm-layers.md"
             failures.append(Failure("placement_refused", why, tensor=name))
-        hook = (qualified(type(module)), qualified(type(getattr(module, "impl", None))))
-        if hasattr(module, "process_weights_after_loading") and not name.endswith("quant_method") and hook not in HOOKS:
-            why = f"the processing of {hook[0]} after a load was never tested: docs/vllm-layers.md"
-            failures.append(Failure("placement_refused", why, tensor=name))
+        if hasattr(module, "process_weights_after_loading") and not name.endswith("quant_method"):
+            impl = getattr(module, "impl", None)
+            if qualified(type(module)) not in HOOKS or not does_nothing(impl):
+                what = qualified(type(module)) + (f" over {qualified(type(impl))}" if impl is not None else "")
+                why = f"the processing of {what} after a load was never tested: docs/vllm-layers.md"
+                failures.append(Failure("placement_refused", why, tensor=name))
     if failures:
         raise Rejected(*failures)
     return found
+
+
+def does_nothing(impl: object) -> bool:
+    """Whether an attention backend's own hook is the empty one of its base class."""
+    backend: Any = import_module("vllm.v1.attention.backend")
+    hook = getattr(type(impl), "process_weights_after_loading", None)
+    return hook is not None and hook is backend.AttentionImplBase.process_weights_after_loading
 
 
 def _tie_alike(model: nn.Module, twin: nn.Module) -> None:

@@ -70,7 +70,7 @@ class LayerTwin:
             parameter = _like(like, tensor.detach().clone())
             self.layer._parameters[key] = parameter
             fed[key] = (parameter, tensor)
-        before = _attributes(self.layer)
+        before = attributes_of(self.layer)
         with torch.no_grad():
             _process(self.layer)
         return self._harvest(before, fed)
@@ -82,7 +82,7 @@ class LayerTwin:
             if parameter is given and (parameter is None or tensor is None or same_bytes(parameter.data, tensor)):
                 continue
             parameters[key] = None if parameter is None else parameter.data
-        after = _attributes(self.layer)
+        after = attributes_of(self.layer)
         made = {key: value for key, value in after.items() if key not in before or value is not before[key]}
         made |= {key: after[key] for key in self._method.carried}
         self._reset(self._pristine[:1])  # the copies that processing left as they were are nobody's
@@ -103,7 +103,7 @@ class LiveLayer:
 
     def __init__(self, layer: nn.Module, like: LayerState) -> None:
         """`like`: a state of its twin, which says what belongs to one. Raises KeyError where the layer lacks some."""
-        attributes = _attributes(layer)
+        attributes = attributes_of(layer)
         parameters = {key: layer._parameters[key] for key in like.parameters}
         self._layer = layer
         self.current = LayerState(
@@ -128,7 +128,7 @@ def _process(layer: Any) -> None:
         layer.update_param_tp_status()
 
 
-def _attributes(layer: nn.Module) -> dict[str, Any]:
+def attributes_of(layer: nn.Module) -> dict[str, Any]:
     """Attributes, buffers and submodules by name; parameters are looked at apart."""
     return {
         **{key: value for key, value in vars(layer).items() if key not in _TREE},

@@ -43,15 +43,8 @@ METHODS: Mapping[str, Method] = {
     f"{_LAYERS}.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": Method(stateful=("quant_method",)),
 }
 
-#: Layers whose own hook after a load computes nothing from weights: their type, and that of their `impl`.
-HOOKS = frozenset(
-    {
-        (
-            f"{_LAYERS}.attention.attention.Attention",
-            "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl",
-        )
-    }
-)
+#: Layers whose own hook after a load computes nothing from weights, if that of their backend (`impl`) does nothing.
+HOOKS = frozenset({f"{_LAYERS}.attention.attention.Attention"})
 
 #: Objects that hold what Python cannot look into: two of them are compared by what they compute.
 OPAQUE = frozenset({"vllm._custom_ops.CPUDNNLGEMMHandler"})

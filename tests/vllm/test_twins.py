@@ -135,6 +135,10 @@ def fresh(path: Path, dtype: Dtype, **options: Any) -> Loaded:
     return Loaded(model, config)
 
 
+def layers_of(live: Loaded) -> ProcessedLayers:
+    return processed_layers(live.model, live.config, twin_model(live.config))
+
+
 def _causal(layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_kwargs: Any) -> torch.Tensor:
     """Attention over one sequence without a paged cache, which is not what is tested here."""
     heads = [t.unflatten(-1, (-1, layer.head_size)).transpose(0, 1) for t in (q, k, v)]
@@ -154,7 +158,7 @@ def test_an_install_equals_a_fresh_load_and_the_way_back_the_old_one(
     live = fresh(both.first, dtype)
     old, new = live.logits(), fresh(both.second, dtype).logits()
     assert not torch.equal(old, new)
-    updated = Updated(live, processed_layers(live.model, live.config))
+    updated = Updated(live, layers_of(live))
     assert len(updated.layers.derived) == layers
     updated.stage(both.second)
     assert torch.equal(live.logits(), old)  # nothing live was touched
@@ -182,7 +186,7 @@ def test_a_build_keeps_nothing_of_what_it_was_built_from(
     """An exchange moves other bytes into that memory afterwards."""
     both = checkpoints(name, dtype)
     live, new = fresh(both.first, dtype), fresh(both.second, dtype).logits()
-    updated = Updated(live, processed_layers(live.model, live.config))
+    updated = Updated(live, layers_of(live))
     updated.stage(both.second)
     updated.install()
     for parameter in updated.layers.parameters.values():
@@ -196,7 +200,7 @@ def test_a_build_keeps_nothing_of_what_it_was_built_from(
 def test_builds_beside_forward_passes_change_no_answer(alone: None, checkpoints: Made, name: str, dtype: Dtype) -> None:
     both = checkpoints(name, dtype)
     live, new = fresh(both.first, dtype), fresh(both.second, dtype).logits()
-    updated = Updated(live, processed_layers(live.model, live.config))
+    updated = Updated(live, layers_of(live))
     for path, wanted in ((both.second, new), (both.first, live.logits())):
         old = live.logits()
         updated.stage(path)
@@ -210,11 +214,19 @@ def test_builds_beside_forward_passes_change_no_answer(alone: None, checkpoints:
         assert torch.equal(live.logits(), wanted)
 
 
+def test_without_packed_layers_no_checkpoint_is_read_again(alone: None, checkpoints: Made) -> None:
+    both = checkpoints("llama", "bfloat16")
+    live = fresh(both.first, "bfloat16")
+    if all(parameter.numel() for parameter in live.model.parameters()):
+        live.config.model_config.model = "/nowhere"
+        assert layers_of(live) == ProcessedLayers({}, ())
+
+
 def test_only_what_vllm_changes_has_a_state(alone: None, checkpoints: Made) -> None:
     """In bfloat16 this processor's linears keep their weights, and an update of those is the spare's alone."""
     both = checkpoints("llama", "bfloat16")
     live = fresh(both.first, "bfloat16")
-    layers = processed_layers(live.model, live.config)
+    layers = layers_of(live)
     packed = [name for name, parameter in live.model.named_parameters() if not parameter.numel()]
     assert set(packed) == set(layers.parameters)
     if not packed:
@@ -224,7 +236,7 @@ def test_only_what_vllm_changes_has_a_state(alone: None, checkpoints: Made) -> N
 def test_parameters_hold_the_start_checkpoint_in_load_format(alone: None, checkpoints: Made) -> None:
     both = checkpoints("tied", "float32")
     live = fresh(both.first, "float32")
-    layers = processed_layers(live.model, live.config)
+    layers = layers_of(live)
     wanted = load_file(both.first / "model.safetensors")
     at = "model.layers.1.self_attn"
     fused = torch.cat([wanted[f"{at}.{part}_proj.weight"] for part in "qkv"])
@@ -239,7 +251,7 @@ def test_a_head_that_vllm_tied_by_value_follows_its_embedding(alone: None, check
     paths = [_with_head(path, tmp_path / path.name) for path in (both.first, both.second)]
     live, new = fresh(paths[0], "float32"), fresh(paths[1], "float32").logits()
     assert live.model.lm_head.weight is live.model.model.embed_tokens.weight
-    updated = Updated(live, processed_layers(live.model, live.config))
+    updated = Updated(live, layers_of(live))
     updated.stage(paths[1])
     updated.install()
     assert torch.equal(live.logits(), new)
@@ -250,7 +262,7 @@ def test_a_live_kernel_of_other_weights_is_refused(alone: None, checkpoints: Mad
     live, other = fresh(both.first, "float32"), fresh(both.second, "float32")
     live.model.lm_head.cpu_linear = other.model.lm_head.cpu_linear
     with refused("placement_refused", tensors=["lm_head"]):
-        processed_layers(live.model, live.config)
+        layers_of(live)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -260,7 +272,7 @@ def test_live_experts_of_other_weights_are_refused(alone: None, checkpoints: Mad
     name = "model.layers.1.block_sparse_moe.experts.routed_experts"
     live.model.get_submodule(name).w2_weight.data[0, 0, 0] += 1
     with refused("placement_refused", tensors=[name]):
-        processed_layers(live.model, live.config)
+        layers_of(live)
 
 
 def test_an_untested_quant_method_is_refused(alone: None, checkpoints: Made) -> None:
@@ -269,7 +281,7 @@ def test_an_untested_quant_method_is_refused(alone: None, checkpoints: Made) -> 
     layer = live.model.model.layers[0].mlp.down_proj
     layer.quant_method = type("Novel", (type(layer.quant_method),), {})()
     with refused("placement_refused", tensors=["model.layers.0.mlp.down_proj"]):
-        processed_layers(live.model, live.config)
+        layers_of(live)
 
 
 def test_int8_layers_are_refused(alone: None, checkpoints: Made, tmp_path: Path) -> None:
@@ -278,14 +290,14 @@ def test_int8_layers_are_refused(alone: None, checkpoints: Made, tmp_path: Path)
     live = fresh(path, "bfloat16")
     assert live.logits().isfinite().all()
     with refused("placement_refused", tensors=["model.layers.1.mlp.down_proj"]):
-        processed_layers(live.model, live.config)
+        layers_of(live)
 
 
 def test_layers_that_are_quantised_while_they_load_are_refused(alone: None, checkpoints: Made) -> None:
     live = fresh(checkpoints("llama", "bfloat16").first, "bfloat16", quantization="fp8_per_channel")
     assert live.logits().isfinite().all()
     with refused("placement_refused", tensors=["model.layers.0.self_attn.qkv_proj"]):
-        processed_layers(live.model, live.config)
+        layers_of(live)
 
 
 def test_an_untested_hook_after_the_load_is_refused(alone: None, checkpoints: Made) -> None:
@@ -293,7 +305,16 @@ def test_an_untested_hook_after_the_load_is_refused(alone: None, checkpoints: Ma
     live = fresh(both.first, "bfloat16")
     live.model.model.norm.process_weights_after_loading = lambda: None
     with refused("placement_refused", tensors=["model.norm"]):
-        processed_layers(live.model, live.config)
+        layers_of(live)
+
+
+def test_an_attention_backend_that_processes_weights_is_refused(alone: None, checkpoints: Made) -> None:
+    live = fresh(checkpoints("llama", "bfloat16").first, "bfloat16")
+    impl = live.model.model.layers[0].self_attn.attn.impl
+    hook = {"process_weights_after_loading": lambda _self, _dtype: None}
+    impl.__class__ = type("Processing", (type(impl),), hook)
+    with refused("placement_refused", tensors=["model.layers.0.self_attn.attn"]):
+        layers_of(live)
 
 
 def test_packed_layers_of_a_compiled_model_are_refused(alone: None, checkpoints: Made) -> None:
@@ -302,13 +323,13 @@ def test_packed_layers_of_a_compiled_model_are_refused(alone: None, checkpoints:
     configs: Any = import_module("vllm.config")
     live.config.compilation_config.mode = configs.CompilationMode.VLLM_COMPILE
     with refused("placement_refused"):
-        processed_layers(live.model, live.config)
+        layers_of(live)
 
 
 def test_weights_of_another_shape_are_refused_by_the_build(alone: None, checkpoints: Made) -> None:
     both = checkpoints("llama", "float32")
     live = fresh(both.first, "float32")
-    updated = Updated(live, processed_layers(live.model, live.config))
+    updated = Updated(live, layers_of(live))
     tensors = dict(updated.spare.spare)
     name = "model.layers.0.mlp.down_proj"
     tensors[f"{name}.weight"] = tensors[f"{name}.weight"][1:]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_adapter.vllm.twins import shared
+from engine_adapter.vllm.twins import may_be_packed, shared
 from engine_adapter.vllm.twins_equal import Comparison
 from engine_adapter.vllm.twins_layer import ProcessedLayer
 from engine_adapter.vllm.twins_state import LayerTwin
@@ -245,3 +245,37 @@ def test_objects_that_point_at_each_other_are_compared_once() -> None:
     found = Comparison()
     found.compare(first, second, "state")
     assert found.differing == []
+
+
+def plain(weight: torch.Tensor, **made: Any) -> nn.Module:
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    for name, value in made.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def _closing_over(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: weight @ x
+
+
+@pytest.mark.parametrize(
+    ("made", "method", "packed"),
+    [
+        ({}, Method(), False),
+        ({"packed": torch.nn.functional.linear, "done": True}, Method(), False),
+        ({"packed": lambda x, weight: weight @ x}, Method(), False),
+        ({"packed": _closing_over(torch.ones(2, 2))}, Method(), True),
+        ({"packed": torch.ones(3)}, Method(), True),
+        ({"packed": Kernel(torch.ones(3))}, Method(), True),
+        ({}, Method(stateful=("quant_method",)), True),
+    ],
+)
+def test_what_may_be_packed(made: dict[str, Any], method: Method, packed: bool) -> None:
+    fresh = plain(torch.empty(2, 3, device="meta"))
+    assert may_be_packed(plain(torch.ones(2, 3), **made), fresh, method) == packed
+
+
+@pytest.mark.parametrize("weight", [torch.empty(0), torch.ones(3, 2), torch.ones(2, 3, dtype=torch.float16)])
+def test_parameters_of_another_form_may_be_packed(weight: torch.Tensor) -> None:
+    assert may_be_packed(plain(weight), plain(torch.empty(2, 3, device="meta")), Method())
