@@ -88,6 +88,19 @@ def fleet(shared: Faulty) -> Iterator[Faulty]:
     shared.order()
 
 
+@pytest.mark.parametrize("transport", ["broadcast", "shared_memory"])
+def test_a_trainers_stream_reaches_both_ranks(fleet: Faulty, transport: str) -> None:
+    goes_to = fleet.other
+    with fleet.stream(goes_to, transport) as (session, tensors):
+        for name, tensor in tensors.items():
+            session.put(name, tensor)
+        session.seal()
+        receipt = session.wait()
+    assert (receipt.outcome, receipt.proof) == ("committed", "digests")
+    fleet.path = goes_to
+    assert fleet.serves(goes_to)
+
+
 @pytest.mark.parametrize("verb", ["plan", "stage", "verify", "stand", "pause"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_that_fails_before_the_decision_leaves_the_old_version_serving(
