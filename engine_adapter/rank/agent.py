@@ -28,7 +28,8 @@ class RankAgent:
     Verbs of `STAGING_VERBS` belong on a thread of their own, the others on the control thread. Allocates and touches
     the spare at once. `clock`: monotonic seconds. `poison`: fill the spare with NaN before every staging; without it
     only where nobody promised digests, so that what a source never wrote is still seen. `tell(serial, bytes)`: hears
-    now and then, on whatever thread reads, how far a staging is.
+    now and then, on whatever thread reads, how far a staging is. `host_spare`: see `Spare`; the engine then offers no
+    `flip`.
     """
 
     def __init__(
@@ -39,9 +40,11 @@ class RankAgent:
         clock: Callable[[], float] = time.monotonic,
         poison: bool = False,
         tell: Callable[[int, int], None] = lambda _serial, _done: None,
+        host_spare: bool = False,
     ) -> None:
         parameters = engine.parameters()
-        self._state = RankState(engine, Spare(parameters), DerivedStates(engine.derived(), parameters), clock)
+        spare = Spare(parameters, on_host=host_spare)
+        self._state = RankState(engine, spare, DerivedStates(engine.derived(), parameters), clock)
         self._transports = Transports()
         opener = open_source or self._transports.open
         staging, installing = StagingHalf(self._state, opener, poison, tell), InstallHalf(self._state)

@@ -24,14 +24,18 @@ _ARENA_BYTES = 1 << 30
 class Spare:
     """Two sides of equal tensors per parameter; one is live. `live` and `spare` map parameter names to tensors.
 
+    `on_host`: the second side lies in host memory, pinned where the first is on a device; only `exchange` installs it.
     Raises `Rejected` (`no_space`, `placement_refused`) at construction where a second copy is not possible.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Parameter], chunk_bytes: int = CHUNK_BYTES, on_host: bool = False
+    ) -> None:
         self._parameters = dict(sorted(parameters.items()))
         first = {name: parameter.local.detach() for name, parameter in self._parameters.items()}
         _check_ownership(first)
-        self._sides: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = (first, _allocate(first))
+        self._sides: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = (first, _allocate(first, on_host))
+        self._on_host = on_host
         self._side = 0  # which side is bound, if the last flip is whole
         self._flip_open = False  # a flip may have stopped in the middle
         self._mode: InstallMode | None = None  # of the install that is not settled
@@ -72,7 +76,7 @@ class Spare:
         if self._mode is not None:
             raise RuntimeError("the last install is neither settled nor undone")
         self._mode, self._from_side = mode, self._side
-        if mode is InstallMode.FLIP:
+        if mode is InstallMode.FLIP and not self._on_host:
             self._bind(1 - self._side)
         elif mode is InstallMode.EXCHANGE:
             self._exchange.forward()
@@ -142,8 +146,8 @@ def _span_bytes(tensor: torch.Tensor) -> int:
     return (reach + 1) * tensor.element_size()
 
 
-def _allocate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors like the given ones in few large buffers, every page touched."""
+def _allocate(tensors: Mapping[str, torch.Tensor], on_host: bool) -> dict[str, torch.Tensor]:
+    """Tensors like the given ones in few large buffers, every page touched; on their devices or on the host."""
     result: dict[str, torch.Tensor] = {}
     for device in {tensor.device for tensor in tensors.values()}:
         batch: list[str] = []
@@ -151,20 +155,22 @@ def _allocate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for name in [n for n, tensor in tensors.items() if tensor.device == device]:
             need = -(-_span_bytes(tensors[name]) // _ALIGN) * _ALIGN
             if batch and used + need > _ARENA_BYTES:
-                result |= _arena(device, used, batch, tensors)
+                result |= _arena(device, on_host, used, batch, tensors)
                 batch, used = [], 0
             batch.append(name)
             used += need
-        result |= _arena(device, used, batch, tensors)
+        result |= _arena(device, on_host, used, batch, tensors)
     return {name: result[name] for name in tensors}
 
 
 def _arena(
-    device: torch.device, size: int, names: list[str], tensors: Mapping[str, torch.Tensor]
+    device: torch.device, on_host: bool, size: int, names: list[str], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
+    pinned = on_host and device.type == "cuda"
+    device = torch.device("cpu") if on_host else device
     try:
         # fill_ and not zeros: pages of a fresh zeroed allocation are not there until they are written
-        arena = torch.empty(size, dtype=torch.uint8, device=device).fill_(0)
+        arena = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned).fill_(0)
     except (RuntimeError, MemoryError) as error:
         raise refuse("no_space", f"no {size} bytes for the spare on {device}: {error}") from None
     result: dict[str, torch.Tensor] = {}

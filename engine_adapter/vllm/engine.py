@@ -15,6 +15,7 @@ from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter,
 from engine_adapter.placement.rows import Placement
 from engine_adapter.vllm.parameters import collect
 from engine_adapter.vllm.recording import RecordedPlacements
+from engine_adapter.vllm.settings import SparePlace
 from engine_adapter.vllm.twins import processed_layers
 from updater.core.errors import Failure, LiveweightsError, refuse
 from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode
@@ -57,7 +58,9 @@ class VllmRankEngine:
         self._lock = threading.Lock()
         model.register_forward_pre_hook(self._count)
         eager = bool(worker.vllm_config.model_config.enforce_eager)
-        install = (InstallMode.FLIP, InstallMode.EXCHANGE) if eager else (InstallMode.EXCHANGE,)
+        self.host_spare = spec.options.get("spare") == SparePlace.HOST
+        may_move = eager and not self.host_spare
+        install = (InstallMode.FLIP, InstallMode.EXCHANGE) if may_move else (InstallMode.EXCHANGE,)
         self._addresses = None if eager else _addresses(model)
         self._capabilities = Capabilities(cells=CELLS, install=install, notes=NOTES)
 

@@ -6,32 +6,24 @@ there; the life of our front is that of the app.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import sys
 from argparse import Namespace
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine_adapter.replica.app import PARTICIPANT_BODY, ReplicaFace
-from engine_adapter.replica.life import FrontLife, Membership
-from engine_adapter.replica.rank_work import RankWork
-from engine_adapter.vllm import settings as settings_of
-from engine_adapter.vllm.control import EngineControl
-from engine_adapter.vllm.gate import VllmGate
+from engine_adapter.replica.app import OPERATOR_BODY, PARTICIPANT_BODY, ReplicaFace
 from engine_adapter.vllm.middleware import VersionMiddleware
-from engine_adapter.vllm.pool import AttachedPool
-from engine_adapter.vllm.private import check_server, model_folder
+from engine_adapter.vllm.replica import VllmReplica
+from engine_adapter.vllm.settings import PREFIX
 from updater.core.errors import LiveweightsError
-from updater.http import problem
+from updater.http import BodyLimit, problem
 from updater.security import Access
-
-_log = logging.getLogger("liveweights.front")
 
 
 class LiveweightsPlugin:
@@ -47,7 +39,7 @@ class LiveweightsPlugin:
         """Routes below /v1/liveweights, `/readyz`, and the middleware around vLLM's own routes."""
         _log_as_vllm_does()
         app.include_router(self._router())
-        app.add_middleware(VersionMiddleware, live=self._live, digest_of=self._digest_of)
+        app.add_middleware(_AroundRoutes, live=self._live, digest_of=self._digest_of)
         inner = app.router.lifespan_context
 
         @contextlib.asynccontextmanager
@@ -84,7 +76,6 @@ class LiveweightsPlugin:
 
     def _router(self) -> APIRouter:
         router = APIRouter()
-        prefix = settings_of.PREFIX
 
         def add(path: str, method: str, name: str) -> None:
             async def route(request: Request) -> Response:
@@ -92,13 +83,13 @@ class LiveweightsPlugin:
 
             router.add_api_route(path, route, methods=[method], response_model=None, name=f"liveweights_{name}")
 
-        add(prefix + "/participant/v1/{verb}", "POST", "participant")
-        add(prefix + "/replica/v1/readmit", "POST", "readmit")
-        add(prefix + "/replica/v1/release", "POST", "release")
-        add(prefix + "/healthz", "GET", "healthz")
-        add(prefix + "/readyz", "GET", "readyz")
-        add(prefix + "/version", "GET", "version")
-        add(prefix + "/metrics", "GET", "metrics")
+        add(PREFIX + "/participant/v1/{verb}", "POST", "participant")
+        add(PREFIX + "/replica/v1/readmit", "POST", "readmit")
+        add(PREFIX + "/replica/v1/release", "POST", "release")
+        add(PREFIX + "/healthz", "GET", "healthz")
+        add(PREFIX + "/readyz", "GET", "readyz")
+        add(PREFIX + "/version", "GET", "version")
+        add(PREFIX + "/metrics", "GET", "metrics")
         add("/readyz", "GET", "readyz")
         return router
 
@@ -109,7 +100,6 @@ class LiveweightsPlugin:
             if name not in ("healthz", "readyz"):
                 self._check_token(request)
             if name == "participant":
-                _check_length(request)
                 return await face.participant(request.path_params["verb"], request)
             if name == "release":
                 return await face.release(request)
@@ -129,67 +119,16 @@ class LiveweightsPlugin:
             raise error
 
 
-class VllmReplica:
-    """One life of the front beside one vLLM engine."""
+class _AroundRoutes:
+    """Bounds the bodies of our own routes; around vLLM's, versions are asked for and told."""
 
-    def __init__(self, client: Any, args: Namespace) -> None:
-        config = client.vllm_config
-        check_server(config, args)
-        wanted = self.settings = settings_of.read(args)
-        model = model_folder(config.model_config)
-        control = EngineControl(client)
-        self.gate = VllmGate(control.abort, wanted.limits)
-        client.generate = self.gate.generating(client.generate)
-        client.encode = self.gate.encoding(client.encode)
-        self.face = ReplicaFace(wanted.replica, self.gate)
-        self._pool = AttachedPool(
-            control,
-            str(model),
-            int(config.parallel_config.world_size),
-            on_death=lambda failure: self._life.rank_died(failure),
-            on_staged=lambda rank, staged: self._work.on_staged(rank, staged),
-            relabelled=self.gate.relabelled,
-        )
-        roots = tuple(str(Path(root).resolve()) for root in wanted.roots)
-        self._work = RankWork(self._pool, self.gate, str(model), (*roots, *_blobs(model)))
-        membership = Membership(wanted.replica, wanted.url, str(model), wanted.coordinator, wanted.tokens.admin)
-        self._life = FrontLife(membership, self._pool, self._work, self.gate, self.face)
-        self._joining: asyncio.Task[bool] | None = None
+    def __init__(self, app: ASGIApp, live: Callable[[], str], digest_of: Callable[[str], str]) -> None:
+        self._ours = BodyLimit(app, OPERATOR_BODY, {f"{PREFIX}/participant/v1/": PARTICIPANT_BODY})
+        self._vllms = VersionMiddleware(app, live, digest_of)
 
-    def begin(self) -> None:
-        """The server listens, shut: attach to the workers, prove the start checkpoint, join."""
-        self._joining = asyncio.create_task(self._join())
-
-    async def _join(self) -> bool:
-        try:
-            hellos = await self._pool.start(self.settings.start_s)
-        except LiveweightsError as error:
-            self._life.refuse(error)
-            return False
-        _log.info("%s: %d ranks attached", self.settings.replica, len(hellos))
-        return await self._life.start_and_join()
-
-    async def stop(self) -> None:
-        """The server ends."""
-        if self._joining is not None:
-            self._joining.cancel()
-            await asyncio.gather(self._joining, return_exceptions=True)
-        await self._life.stop(self.settings.stop_s)
-        await self._pool.stop()
-
-
-def _blobs(model: Path) -> tuple[str, ...]:
-    """A hub snapshot consists of links into its repository's blobs."""
-    return (str(model.parent.parent),) if model.parent.name == "snapshots" else ()
-
-
-def _check_length(request: Request) -> None:
-    """Raises Rejected for a body that says that it is over the bound."""
-    from updater.core.errors import refuse
-
-    length = request.headers.get("content-length", "0")
-    if not length.isdigit() or int(length) > PARTICIPANT_BODY:
-        raise refuse("body_too_large", f"content-length {length[:20]}, limit {PARTICIPANT_BODY} bytes")
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ours = scope["type"] == "http" and scope["path"].startswith(f"{PREFIX}/")
+        await (self._ours if ours else self._vllms)(scope, receive, send)
 
 
 def _log_as_vllm_does() -> None:

@@ -15,7 +15,7 @@ import secrets
 import socket
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,20 +36,22 @@ _HELLO_S = 30.0
 
 
 class AttachedPool:
-    """`relabelled(version, digest, policy)`: hears at the point where label and bytes change (I3); the policy is that
-    of the update, or RESET where the bytes stay."""
+    """`options`: of the engine, for every rank. `relabelled(version, digest, policy)`: hears at the point where label
+    and bytes change (I3); the policy is that of the update, or RESET where the bytes stay."""
 
     def __init__(
         self,
         control: EngineControl,
         model: str,
         size: int,
+        options: Mapping[str, str | int | float | bool] | None = None,
         *,
         on_death: Callable[[Failure], None],
         on_staged: Callable[[int, Staged], None],
         relabelled: Callable[[str, str, CachePolicy], None],
     ) -> None:
         self._control, self._model, self._size = control, model, size
+        self._options = dict(options or {})
         self._on_death, self._relabelled = on_death, relabelled
         self._calls = RankCalls(on_staged=on_staged)
         self._readers: list[asyncio.Task[None]] = []
@@ -63,8 +65,7 @@ class AttachedPool:
         self._calls.lines.extend(lines)
         self._readers = [asyncio.create_task(self._read(line), name=f"rank {line.rank}") for line in lines]
         builds = [
-            Build(_FACTORY, EngineSpec(rank=rank, size=self._size, model=self._model, rendezvous="", options={}))
-            for rank in range(self._size)
+            Build(_FACTORY, EngineSpec(rank, self._size, self._model, "", self._options)) for rank in range(self._size)
         ]
         self.hellos = tuple(await self._calls.call("build", builds, deadline_s=deadline_s))
         return self.hellos

@@ -6,6 +6,8 @@ import os
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeVar
 
 from engine_adapter.replica.door import Limits
 from updater.security import ConfigurationError, Tokens, is_loopback
@@ -15,13 +17,34 @@ REPLICA = "LIVEWEIGHTS_REPLICA"
 ROOTS = "LIVEWEIGHTS_ROOTS"
 URL = "LIVEWEIGHTS_URL"
 WAIT_S = "LIVEWEIGHTS_WAIT_S"
+MODE = "LIVEWEIGHTS_VLLM_MODE"
+RELOAD_S = "LIVEWEIGHTS_RELOAD_S"
+SPARE = "LIVEWEIGHTS_SPARE"
 #: Where the participant contract lies: below a prefix that vLLM's own API key guards.
 PREFIX = "/v1/liveweights"
+_RELOAD_S = 600.0  # as long as a start may take
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+class Mode(StrEnum):
+    """How weights get into the workers."""
+
+    STAGED = "staged"  # by our ranks inside them: verified, with a way back
+    RELOAD = "reload"  # by vLLM's own reload: neither; needs no worker extension
+
+
+class SparePlace(StrEnum):
+    """Where the second copy of a rank's weights lies."""
+
+    DEVICE = "device"  # beside the first
+    HOST = "host"  # in pinned host memory: installs are exchanges over the bus
 
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """`coordinator` empty: the replica opens by itself. `roots`: folders that sources may lie under."""
+    """`coordinator` empty: the replica opens by itself. `roots`: folders that sources may lie under. `reload_s`: how
+    long one reload of vLLM may take.
+    """
 
     coordinator: str = ""
     replica: str = ""
@@ -29,6 +52,9 @@ class VllmSettings:
     roots: tuple[str, ...] = ()
     tokens: Tokens = field(default_factory=Tokens)
     limits: Limits = field(default_factory=Limits)
+    mode: Mode = Mode.STAGED
+    reload_s: float = _RELOAD_S
+    spare: SparePlace = SparePlace.DEVICE
     start_s: float = 600.0
     stop_s: float = 10.0
 
@@ -51,5 +77,25 @@ def read(args: Namespace, env: Mapping[str, str] | None = None) -> VllmSettings:
         url=url.rstrip("/") + PREFIX,
         roots=tuple(root for root in env.get(ROOTS, "").split(os.pathsep) if root),
         tokens=tokens,
-        limits=Limits(wait_s=float(env.get(WAIT_S, Limits().wait_s))),
+        limits=Limits(wait_s=_seconds(env, WAIT_S, Limits().wait_s)),
+        mode=_choice(Mode, MODE, env.get(MODE) or Mode.STAGED),
+        reload_s=_seconds(env, RELOAD_S, _RELOAD_S),
+        spare=_choice(SparePlace, SPARE, env.get(SPARE) or SparePlace.DEVICE),
     )
+
+
+def _choice(kind: type[_Choice], name: str, text: str) -> _Choice:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigurationError(f"{name}={text!r} is none of {', '.join(kind)}") from None
+
+
+def _seconds(env: Mapping[str, str], name: str, otherwise: float) -> float:
+    try:
+        found = float(env.get(name) or otherwise)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise ConfigurationError(f"{name}={env[name]!r} is no number of seconds")
+    return found

@@ -125,7 +125,7 @@ class WorkerRank:
     def _build(self, request: Build) -> Hello:
         spec = request.spec
         engine = self._engine = self.make_engine(spec)
-        self._agent = RankAgent(engine, tell=self._tell)
+        self._agent = RankAgent(engine, tell=self._tell, host_spare=engine.host_spare)
         parameters = engine.parameters()
         info = RankInfo(
             rank=spec.rank,

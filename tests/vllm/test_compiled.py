@@ -1,4 +1,4 @@
-"""A compiled vLLM model, which captured the addresses of its parameters: installs go in place."""
+"""A compiled vLLM model, which captured the addresses of its parameters: installs go in place, from a host spare."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def test_a_compiled_model_is_updated_in_place_and_rolled_back(
     models = checkpoints("llama")
     roots = [models.first.parent]
     with coordinator(tmp_path / "coordinator", roots) as at:
-        with member(models.first, tmp_path / "server.log", at, roots=roots, eager=False) as server:
+        environment = {"LIVEWEIGHTS_SPARE": "host"}
+        log = tmp_path / "server.log"
+        with member(models.first, log, at, roots=roots, eager=False, environment=environment) as server:
             fleet = Fleet(at, server, models.first, models.second, models.first)
             assert serves(fleet, models.first)
             problem = fleet.publish(models.second, expect=422, install="flip")

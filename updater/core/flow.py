@@ -193,8 +193,9 @@ def _publish(state: FleetState) -> FleetState:
         new = state.before
     else:
         new = Published(update.label, update.manifest_digest, update.offer, update.manifest, update.policy)
+    bare = update.enlisted | update.one_way
     for member in present(state):
-        kept = None if member.replica in update.enlisted or old is None else old.label
+        kept = None if member.replica in bare or old is None else old.label
         state = state.with_member(replace(member, previous=kept, spare_unknown=False))
     return replace(state, live=new, before=old)
 

@@ -35,7 +35,7 @@ def install(state: ReplicaState, event: Asked, now: float) -> Step:
 def installed(state: ReplicaState, event: Done, now: float) -> Step:
     """Label, bytes and namespace changed at one point (I3)."""
     new, previous = Held(planned(state).version, state.digest), state.live
-    spare = Spare(SpareState.PREVIOUS, 0, previous.version, previous.digest)
+    spare = EMPTY if state.one_way else Spare(SpareState.PREVIOUS, 0, previous.version, previous.digest)
     state, answers = finish(state, event)
     state = replace(state, state=FrontState.INSTALLED, live=new, spare=spare)
     after, more = _postponed_restore(state)

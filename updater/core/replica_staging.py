@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from updater.core.errors import Failure
-from updater.core.participant import FrontState, JoinRequest, Kind, PlanRequest, Spare, SpareState, VerifyReply
+from updater.core.participant import (
+    FrontState,
+    JoinRequest,
+    Kind,
+    PlanReply,
+    PlanRequest,
+    Spare,
+    SpareState,
+    VerifyReply,
+)
+from updater.core.policy import InstallMode
 from updater.core.replica_state import (
     EMPTY,
     Asked,
@@ -78,7 +88,8 @@ def plan(state: ReplicaState, event: Asked, now: float) -> Step:
 
 
 def plan_done(state: ReplicaState, event: Done, now: float) -> Step:
-    return finish(replace(state, reached="planned"), event, event.reply)
+    one_way = isinstance(event.reply, PlanReply) and event.reply.install is InstallMode.NONE
+    return finish(replace(state, reached="planned", one_way=one_way), event, event.reply)
 
 
 def stage(state: ReplicaState, event: Asked, now: float) -> Step:

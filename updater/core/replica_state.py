@@ -208,7 +208,7 @@ class ReplicaState:
     (verb, epoch, serial, attempt). `resuming`: ranks are being let run. `old`: what served before the install.
     `postponed`: a restore that waits for ranks to stop, or a discard that waits for the reopening. `heard`: when a
     coordinator last asked for something. `released`: an operator opened it, and nothing was published since. `ranks`:
-    how many worker processes it has.
+    how many worker processes it has. `one_way`: what is planned installs without keeping what it replaces.
     """
 
     replica: str
@@ -236,6 +236,7 @@ class ReplicaState:
     heard: float = 0.0
     released: Released | None = None
     ranks: int = 0
+    one_way: bool = False
 
     def work(self, verb: str) -> Running | None:
         return next((each for each in self.running if each.verb == verb), None)

@@ -83,6 +83,7 @@ class Published:
 class Transaction:
     """One update. `participants`: (replica, incarnation), frozen; `enlisted`: those of them that were joining.
 
+    `one_way`: those of them whose install keeps nothing to go back to.
     `waiting`: who has not answered in this phase. `end`: set on the way out: outcome to finish with.
     `sealed`: the stream is complete; `digests`: what the trainer promised with that.
     `attempt` is 0 until the first PAUSING. `retry`: only time ran out in PAUSING. `recording`: this phase's record is
@@ -99,6 +100,7 @@ class Transaction:
     manifest: str
     participants: tuple[tuple[str, str], ...]
     enlisted: frozenset[str] = frozenset()
+    one_way: frozenset[str] = frozenset()
     attempt: int = 0
     waiting: frozenset[str] = frozenset()
     digest: str = ""

@@ -7,6 +7,7 @@ from typing import Any
 
 from updater.core.errors import Failure
 from updater.core.participant import Kind, PauseReply, PlanReply, StageReply, VerifyReply
+from updater.core.policy import InstallMode
 from updater.core.state import Phase, Transaction
 
 
@@ -57,7 +58,7 @@ def collect(phase: Phase, update: Transaction) -> Transaction:
     warnings = tuple(dict.fromkeys([*update.warnings, *_warnings(replies)]))
     update = replace(update, warnings=warnings)
     if phase is Phase.PLANNING:
-        return _collect_plans(update, [reply for reply in replies if isinstance(reply, PlanReply)])
+        return _collect_plans(update, {name: reply for name, reply in update.replies if isinstance(reply, PlanReply)})
     if phase is Phase.STAGING:
         read = sum(reply.bytes_read for reply in replies if isinstance(reply, StageReply))
         return replace(update, bytes_read=read)
@@ -77,9 +78,10 @@ def _warnings(replies: list[Any]) -> list[str]:
     return [text for reply in replies if isinstance(reply, PlanReply | VerifyReply) for text in reply.warnings]
 
 
-def _collect_plans(update: Transaction, plans: list[PlanReply]) -> Transaction:
-    digests = [plan.manifest_digest for plan in plans]
-    return replace(update, manifest_digest=digests[0] if digests else "")
+def _collect_plans(update: Transaction, plans: dict[str, PlanReply]) -> Transaction:
+    digests = [plan.manifest_digest for plan in plans.values()]
+    one_way = frozenset(name for name, plan in plans.items() if plan.install is InstallMode.NONE)
+    return replace(update, manifest_digest=digests[0] if digests else "", one_way=one_way)
 
 
 def _collect_votes(update: Transaction, votes: list[VerifyReply]) -> Transaction:

@@ -82,6 +82,7 @@ class SimulatedReplica:
         self.must_be_reset = False
         self.asleep = False
         self.log: Callable[[str], None] = lambda line: None
+        self.installs_by = InstallMode.FLIP
         self.on_install: Callable[[SimulatedReplica, PlanRequest, Fence], None] = lambda *_: None
 
     # --- what a front does
@@ -275,7 +276,7 @@ class SimulatedReplica:
     def _reply(self, work: Work) -> Any:
         fence = work.request.fence
         if work.verb == "plan":
-            return PlanReply(fence, work.request.manifest, 1, 1, InstallMode.FLIP)
+            return PlanReply(fence, work.request.manifest, 1, 1, self.installs_by)
         if work.verb == "stage":
             return StageReply(fence, len(self.ranks), 0.0)
         if work.verb == "verify":

@@ -27,7 +27,7 @@ from updater.core.events import (
     Seen,
 )
 from updater.core.participant import DiskOffer, FrontState, Kind, PauseReply, SpareState
-from updater.core.policy import CommitMode, InFlight, OnBusy, Policy
+from updater.core.policy import CommitMode, InFlight, InstallMode, OnBusy, Policy
 from updater.core.state import FleetState, Phase, Standing
 from updater.core.version import START, Version
 from updater.testing import Simulation
@@ -334,6 +334,22 @@ def test_a_serving_member_that_says_it_is_joining_is_admitted_again(sim: Simulat
     poll(sim, "b", state=FrontState.JOINING)
     sim.settle()
     assert standing(sim, "b") is Standing.OK
+
+
+def test_a_member_that_keeps_nothing_leaves_the_fleet_no_way_back(sim: Simulation) -> None:
+    assert state(sim).rollback_to is not None
+    sim.replicas["b"].installs_by = InstallMode.NONE
+    sim.begin("v4", 4)
+    sim.settle()
+    assert state(sim).rollback_to is None
+    previous = {member.replica: member.previous and str(member.previous.version) for member in state(sim).members}
+    assert previous == {"a": "0-3", "b": None}
+    sim.replicas["b"].installs_by = InstallMode.FLIP
+    sim.begin("v5", 5)
+    sim.settle()
+    found = state(sim).rollback_to
+    assert found is not None
+    assert str(found.version) == "0-4"
 
 
 def test_a_spare_that_is_gone_empties_the_way_back(sim: Simulation) -> None:

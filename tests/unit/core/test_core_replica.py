@@ -33,6 +33,7 @@ from updater.core.participant import (
 from updater.core.policy import CachePolicy, InFlight, InstallMode
 from updater.core.replica import started, status, step
 from updater.core.replica_state import (
+    EMPTY,
     Answer,
     Asked,
     Cancel,
@@ -159,6 +160,22 @@ def test_the_whole_way_and_what_status_says() -> None:
     assert status(front.state, 4.0).live_version == "0-1"
     assert status(front.state, 4.0).lease_left_s is None
     assert front.saw(OpenAdmission) == OpenAdmission("0-1", "new")
+
+
+def test_an_install_that_keeps_nothing_leaves_no_way_back() -> None:
+    front = Front().join()
+    fence = front.fence(5, 0)
+    front.plan(5)
+    front.done("plan", fence, PlanReply(fence, "", 1, 1, InstallMode.NONE))
+    front.ask("stage", StageRequest(fence, 1))
+    front.done("stage", fence, StageReply(fence, 1, 0))
+    front.ask("verify", VerifyRequest(fence, 1))
+    front.done("verify", fence, VerifyReply(fence, "new", "structure_only", 1))
+    front.pause().install()
+    assert front.state.spare == EMPTY
+    front.invalidate().publish()
+    assert (front.state.spare, front.state.live.version) == (EMPTY, "0-1")
+    assert Front().join().vote().pause().install().state.one_way is False
 
 
 # --- fencing and idempotency

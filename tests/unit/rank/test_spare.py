@@ -141,6 +141,21 @@ def test_poison_is_seen_in_every_float_dtype() -> None:
     assert all(t.float().eq(0).all() for t in spare.live.values())
 
 
+def test_a_spare_on_the_host_is_exchanged_and_never_bound() -> None:
+    made = Model(a=torch.arange(5.0), b=torch.ones(3, 3))
+    spare = Spare(made.parameters, chunk_bytes=16, on_host=True)
+    live = dict(made.bound)
+    for tensor in spare.spare.values():
+        tensor.fill_(7)
+    with pytest.raises(ValueError):
+        spare.install(InstallMode.FLIP)
+    spare.install(InstallMode.EXCHANGE)
+    assert all(made.bound[name] is tensor for name, tensor in live.items())
+    assert made.bound["a"].tolist() == [7] * 5
+    assert spare.spare["a"].tolist() == [0, 1, 2, 3, 4]
+    spare.settle()
+
+
 def test_shared_or_expanded_memory_is_refused() -> None:
     base = torch.zeros(8)
     with refused("placement_refused"):

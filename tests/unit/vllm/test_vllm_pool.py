@@ -43,6 +43,7 @@ class Rank:
 
     def __init__(self, number: int, size: int, log: list[Any]) -> None:
         self.number, self.size, self.log = number, size, log
+        self.ends: list[socket.socket] = []
         self.channel: RankChannel | None = None
         self.server: RankServer | None = None
         self.refuses: str = ""
@@ -50,6 +51,7 @@ class Rank:
 
     def connect(self, address: str, token: str, number: int | None = None) -> None:
         end = socket.socket(socket.AF_UNIX)
+        self.ends.append(end)
         end.connect(address)
         self.channel = RankChannel(end)
         attach = Attach(token, self.number if number is None else number, self.size, os.getpid())
@@ -167,6 +169,8 @@ def run(main: Callable[[World], Awaitable[None]], size: int = 2, **client: Any) 
             await asyncio.wait_for(main(World(made, pool, log, deaths, staged, heard)), 60)
         finally:
             await pool.stop()
+            for end in (end for rank in made.ranks for end in rank.ends):
+                end.close()
 
     asyncio.run(bounded())
 

@@ -1,0 +1,103 @@
+"""One life of our front beside one vLLM engine: with our ranks in its workers, or in reload mode without them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from engine_adapter.rank.main import config_hash
+from engine_adapter.replica.app import ReplicaFace
+from engine_adapter.replica.life import FrontLife, Membership
+from engine_adapter.replica.rank_work import RankWork
+from engine_adapter.vllm import settings as settings_of
+from engine_adapter.vllm.control import EngineControl
+from engine_adapter.vllm.gate import VllmGate
+from engine_adapter.vllm.pool import AttachedPool
+from engine_adapter.vllm.private import check_server, choose_mode, installed_version, model_folder
+from engine_adapter.vllm.reloading import ReloadControl, ReloadRanks, make_hellos
+from engine_adapter.vllm.settings import Mode
+from updater.core.errors import LiveweightsError
+
+_log = logging.getLogger("liveweights.front")
+
+
+class VllmReplica:
+    """`client`: vLLM's `EngineClient`. `args`: of `vllm serve`. Raises ConfigurationError for a server that cannot be a
+    replica.
+    """
+
+    def __init__(self, client: Any, args: Namespace) -> None:
+        wanted = self.settings = settings_of.read(args)
+        mode, why = choose_mode(wanted.mode, installed_version())
+        check_server(client, args, mode)
+        model = model_folder(client.vllm_config.model_config)
+        control = ReloadControl(client) if mode is Mode.RELOAD else EngineControl(client)
+        self.gate = VllmGate(control.abort, wanted.limits)
+        client.generate = self.gate.generating(client.generate)
+        client.encode = self.gate.encoding(client.encode)
+        self.face = ReplicaFace(wanted.replica, self.gate)
+        roots = (*(str(Path(root).resolve()) for root in wanted.roots), *_blobs(model))
+        membership = Membership(wanted.replica, wanted.url, str(model), wanted.coordinator, wanted.tokens.admin)
+        self._pool: Any
+        self._pool, work = (
+            self._reloading(client.vllm_config, control, model, roots, why)
+            if isinstance(control, ReloadControl)
+            else self._staged(client.vllm_config, control, model, roots)
+        )
+        self._life = FrontLife(membership, self._pool, work, self.gate, self.face)
+        self._joining: asyncio.Task[bool] | None = None
+
+    def _staged(
+        self, config: Any, control: EngineControl, model: Path, roots: tuple[str, ...]
+    ) -> tuple[AttachedPool, RankWork]:
+        pool = AttachedPool(
+            control,
+            str(model),
+            int(config.parallel_config.world_size),
+            {"spare": self.settings.spare.value},
+            on_death=lambda failure: self._life.rank_died(failure),
+            on_staged=lambda rank, staged: work.on_staged(rank, staged),
+            relabelled=self.gate.relabelled,
+        )
+        work = RankWork(pool, self.gate, str(model), roots)
+        return pool, work
+
+    def _reloading(
+        self, config: Any, control: ReloadControl, model: Path, roots: tuple[str, ...], why: tuple[str, ...]
+    ) -> tuple[Any, Any]:
+        """One object in the place of both: a front's life asks a pool for nothing but its ranks' names."""
+        size, device = int(config.parallel_config.world_size), str(config.device_config.device_type)
+        hellos = make_hellos(size, device, config_hash(str(model)), why)
+        for note in hellos[0].capabilities.notes:
+            _log.warning("%s: %s", self.settings.replica, note)
+        ranks = ReloadRanks(control, self.gate, str(model), roots, hellos, reload_s=self.settings.reload_s)
+        return ranks, ranks
+
+    def begin(self) -> None:
+        """The server listens, shut: attach to the workers, prove the start checkpoint, join."""
+        self._joining = asyncio.create_task(self._join())
+
+    async def _join(self) -> bool:
+        try:
+            hellos = await self._pool.start(self.settings.start_s)
+        except LiveweightsError as error:
+            self._life.refuse(error)
+            return False
+        _log.info("%s: %d ranks, %s", self.settings.replica, len(hellos), hellos[0].engine)
+        return await self._life.start_and_join()
+
+    async def stop(self) -> None:
+        """The server ends."""
+        if self._joining is not None:
+            self._joining.cancel()
+            await asyncio.gather(self._joining, return_exceptions=True)
+        await self._life.stop(self.settings.stop_s)
+        await self._pool.stop()
+
+
+def _blobs(model: Path) -> tuple[str, ...]:
+    """A hub snapshot consists of links into its repository's blobs."""
+    return (str(model.parent.parent),) if model.parent.name == "snapshots" else ()
