@@ -8,7 +8,8 @@ temporaries are traced by coordinates; what it computes is refused, by the name 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import torch
 
@@ -29,6 +30,10 @@ _MOST_CULPRITS = 50
 _FEW = 4
 
 IGNORED = "the engine's loader took it and loaded nothing"
+#: Names that checkpoints may carry although no model keeps them: tables that are computed.
+STRAY = ("*rotary*.inv_freq*", "*rotary*.cos_cached*", "*rotary*.sin_cached*")
+#: (glob of checkpoint names, what is appended to the message when such a name is missing).
+HINTS = (("*lm_head.weight", "config.json says tie_word_embeddings is false"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +98,11 @@ class _Placing:
         redundant |= ignored_ties(set(self.specs) - recording.reached, ordered, self.twin.tensors, self.specs)
         holes = Holes.of(ordered, self.twin.tensors)
         self._report_missing(holes)
+        unused = set(self.fine) - recording.reached - set(redundant)
+        self._report_strays(unused)
         if self.failures:
-            raise Rejected(*(failure.at(rank=self.rank) for failure in self.failures))
+            raise self._rejected(len(recording.reached))
         carried = holes.carried(None if self.start is None else self.start.placement)
-        unused = set(self.specs) - recording.reached - set(redundant)
         return Placement(
             rank=self.rank,
             size=self.size,
@@ -108,6 +114,17 @@ class _Placing:
 
     def _fail(self, code: str, why: str, tensor: str) -> None:
         self.failures.append(Failure(code, why, rank=self.rank, tensor=tensor))
+
+    def _rejected(self, matched: int) -> Rejected:
+        """Everything that is wrong; the first unexpected name says how many others were known."""
+        told = False
+        failures = []
+        for failure in self.failures:
+            if failure.code == "tensor_unexpected" and not told:
+                counts = f"; {matched} of {len(self.specs)} names matched"
+                failure, told = replace(failure, message=failure.message + counts), True
+            failures.append(failure.at(rank=self.rank))
+        return Rejected(*failures)
 
     def _check_tensors(self) -> None:
         for name, spec in self.specs.items():
@@ -133,7 +150,7 @@ class _Placing:
         if rest.error and not culprits:
             self._fail("placement_refused", f"the engine's loader fails: {rest.error}", "")
         if rest.error or len(culprits) >= _MOST_CULPRITS:
-            raise Rejected(*self.failures)
+            raise self._rejected(len(rest.reached))
         return rest
 
     def _culprits(self) -> dict[str, str]:
@@ -218,7 +235,19 @@ class _Placing:
             if isinstance(row, CopyRow) and row.source not in self.specs and holes.meet(row.target, row.target_box):
                 found.setdefault(row.source, row.target)
         for name, target in found.items():
-            self._fail("tensor_missing", f"needed for {target}", name)
+            hint = next((f"; {text}" for glob, text in HINTS if fnmatchcase(name, glob)), "")
+            self._fail("tensor_missing", f"needed for {target}{hint}", name)
+
+    def _report_strays(self, unused: set[str]) -> None:
+        """What the loader passed over in silence, unless the starting checkpoint had it too or any may have it: a
+        loader that drops an expert too many would drop a misspelt one as well."""
+        if self.start is None:
+            return
+        known = {name for name, _ in self.start.placement.ignored}
+        for name in sorted(unused - known):
+            if not any(fnmatchcase(name, glob) for glob in STRAY):
+                near = nearest(name, [other for other in self.start.specs if other not in self.specs])
+                self._fail("tensor_unexpected", IGNORED + (f"; nearest: {', '.join(near)}" if near else ""), name)
 
 
 def _written_twice(rows: Iterable[Row]) -> list[str]:

@@ -14,6 +14,7 @@ from engine_adapter.placement.recorded_twin import Pairs, Twin
 from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow, Placement
 from transports.base import Box
 from transports.testing import refused
+from updater.core.errors import Rejected
 from updater.manifest import TensorSpec
 
 START = {"embed": (5, 4), "q": (4, 4), "k": (2, 4), "norm": (4,), "head": (5, 4)}
@@ -38,9 +39,9 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 
 def load(model: Decoder, pairs: Pairs) -> None:
-    """Knows its names, drops rotary tables, skips a tied head, asserts shapes."""
+    """Knows its names, drops rotary tables and experts in silence, skips a tied head, asserts shapes."""
     for name, w in pairs:
-        if name == "rotary.inv_freq" or (name == "head" and model.head is model.embed):
+        if name == "rotary.inv_freq" or name.startswith("expert.") or (name == "head" and model.head is model.embed):
             continue
         if name in ("q", "k"):
             model.qk.data.narrow(0, 0 if name == "q" else 4, w.shape[0]).copy_(w)
@@ -168,6 +169,17 @@ def test_ignored_names_have_a_reason() -> None:
     assert [name for name, _ in found.ignored] == ["rotary.inv_freq"]
     assert all(reason for _, reason in found.ignored)
     assert "rotary.inv_freq" not in found.loaded
+
+
+def test_what_a_loader_passes_over_in_silence_is_unexpected_unless_the_start_had_it() -> None:
+    on = twin()
+    given = specs(START | {"expert.4.w1": (2,)})
+    with pytest.raises(Rejected) as caught:
+        place(on, given, 0, 1, started(on))
+    (failure,) = caught.value.failures
+    assert (failure.code, failure.tensor) == ("tensor_unexpected", "expert.4.w1")
+    had = Start(given, place(on, given, 0, 1))
+    assert [name for name, _ in place(on, given, 0, 1, had).ignored] == ["expert.4.w1"]
 
 
 def test_a_tied_head_is_redundant_beside_the_embedding() -> None:
