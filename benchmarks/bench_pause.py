@@ -67,6 +67,16 @@ class Publisher:
             else:
                 self._live = receipt["version"]
 
+    def stage(self, rounds: int, **policy: Any) -> list[float]:
+        """Milliseconds of staging of further updates, with `policy`."""
+        times = []
+        for _ in range(rounds):
+            self._step, self.live = self._step + 1, 1 - self.live
+            receipt = self._fleet.publish(self._checkpoints[self.live], self._step, **policy)
+            times.append(receipt["phases_ms"]["staging"])
+            self._live = receipt["version"]
+        return times
+
 
 def parts(seen: Measured, mode: str) -> str:
     """Medians of the parts of the pause."""

@@ -16,6 +16,7 @@ from benchmarks.bench_pause import Publisher, parts
 from benchmarks.common import Report
 from benchmarks.fleets import Fleet, vllm_fleet
 from engine_adapter.big_models import make_big
+from transports.manifests import write_manifest
 
 #: Of one pause by exchange, beside the copies: what a pause of nothing costs (the goal allows 30 ms).
 ALLOWED_MS = 30.0
@@ -42,11 +43,13 @@ def measure(report: Report, work: Path, dtype: str, gigabytes: float, rounds: in
     """float32: vLLM packs every linear, so an install swaps handlers."""
     first, second = (make_big(work / f"{dtype}-{seed}", gigabytes, seed=seed) for seed in (0, 1))
     with vllm_fleet(work, first, dtype) as fleet:
+        reload_ms = median(reloads(fleet, first, rounds))  # first: of an engine as vLLM left it
         publisher = Publisher(fleet, (first, second))
         for turn in range(rounds):
             publisher.round(turn)
         seen, shard = publisher.seen, fleet.shard_bytes() / 1e9
-        reload_ms = median(reloads(fleet, (first, second)[publisher.live], rounds))
+        if dtype == "bfloat16":
+            staging(report, fleet, publisher, (first, second), rounds)
         flip, exchange = median(seen.pauses["flip"]), median(seen.pauses["exchange"])
         how = "flip" if dtype == "bfloat16" else "flip with swapped handlers"
         report.add(
@@ -67,16 +70,27 @@ def measure(report: Report, work: Path, dtype: str, gigabytes: float, rounds: in
             at_most=True,
             detail=f"{exchange:.0f} ms / {bare_ms:.0f} ms; {parts(seen, 'exchange')}",
         )
-        bare_stage = 1e3 * fleet.ask_workers("liveweights_bare_staging", folder=str(first))[0]["seconds"]
-        stage = median(seen.stages)
-        report.add(
-            "staging / (pread + copy) in the worker",
-            bare_stage / stage,
-            goal=0.7,
-            detail=f"{shard / bare_stage * 1e3:.1f} GB/s bare, {shard / stage * 1e3:.1f} GB/s",
-        )
         rollback = median(seen.rollbacks)
         report.add("rollback pause / commit pause, vLLM", rollback / flip, goal=1.1, at_most=True)
+
+
+def staging(report: Report, fleet: Fleet, publisher: Publisher, checkpoints: tuple[Path, Path], rounds: int) -> None:
+    """Of checkpoints with a manifest, whose numbers are not looked at: rows replayed into the spare, nothing else.
+
+    Beside it what staging takes with the look for NaN, and without a manifest, when the spare is filled with NaN first.
+    """
+    gigabytes = fleet.shard_bytes() / 1e9
+    bare_ms = 1e3 * fleet.ask_workers("liveweights_bare_staging", folder=str(checkpoints[0]))[0]["seconds"]
+    bare = f"{gigabytes / bare_ms * 1e3:.1f} GB/s bare"
+    whole = median(publisher.seen.stages)
+    for path in checkpoints:
+        write_manifest(str(path))
+    checked = median(publisher.stage(rounds))
+    plain = median(publisher.stage(rounds, allow_nonfinite=True))
+    name = "staging / (pread + copy) in the worker"
+    report.add(name, bare_ms / plain, goal=0.7, detail=f"{bare}, {gigabytes / plain * 1e3:.1f} GB/s")
+    report.add(f"{name}, with the look for NaN", bare_ms / checked, detail=f"{gigabytes / checked * 1e3:.1f} GB/s")
+    report.add(f"{name}, also without a manifest", bare_ms / whole, detail=f"{gigabytes / whole * 1e3:.1f} GB/s")
 
 
 def reloads(fleet: Fleet, live: Path, rounds: int) -> list[float]:

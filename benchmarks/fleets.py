@@ -30,7 +30,7 @@ class Fleet:
     coordinator: Child
     replica: Child
 
-    def publish(self, path: Path, step: int, **policy: str) -> dict[str, Any]:
+    def publish(self, path: Path, step: int, **policy: Any) -> dict[str, Any]:
         """The receipt. Raises RuntimeError for any end but committed."""
         return self._post("/v1/updates", {"path": str(path), "version": step, "policy": policy})
 
