@@ -201,7 +201,7 @@ class BodyLimit:
             await problem(Rejected(Failure(bad.code, bad.message)))(scope, receive, send)
             return
         if body is not None:
-            await self._app(scope, _replay(body, receive), send)
+            await self._app(scope, replay_body(body, receive), send)
 
     async def _body(self, scope: Scope, receive: Receive, limit: int) -> bytes | None:
         """The whole body; None if the client went away."""
@@ -231,7 +231,7 @@ class _BadBody(Exception):
         self.code, self.message = code, message
 
 
-def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
+def replay_body(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
     """A `receive` that hands out the body once and then listens for the disconnect."""
     sent = False
 

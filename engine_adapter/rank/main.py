@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import hashlib
 import importlib
-import json
 import os
 import signal
 import socket
@@ -19,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from engine_adapter.base import EngineFactory, RankEngine, TokenEvent
@@ -36,10 +33,10 @@ from engine_adapter.rank.control_messages import (
     StopEngine,
     Tokens,
 )
+from engine_adapter.rank.hello import hello_of
 from engine_adapter.rank.messages import Hello, RankDone
 from engine_adapter.rank.server import RankServer
 from updater.core.errors import Failure, LiveweightsError
-from updater.core.participant import RankInfo
 
 _PR_SET_PDEATHSIG = 1
 _WATCH_S = 0.25  # how long a failed engine may go unnoticed
@@ -60,15 +57,6 @@ def load_factory(name: str) -> EngineFactory:
     except (ImportError, AttributeError, ValueError) as error:
         raise LiveweightsError(Failure("bad_request", f"no engine factory {name!r}: {error}")) from None
     return factory
-
-
-def config_hash(model: str) -> str:
-    """SHA-256 hex of the canonical `config.json`, or empty where there is none."""
-    try:
-        config = json.loads((Path(model) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return ""
-    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 class RankProcess:
@@ -123,15 +111,7 @@ class RankProcess:
         spec = request.spec
         engine = load_factory(request.factory)(spec)
         self._engine, self._agent = engine, RankAgent(engine, tell=self._tell)
-        parameters = engine.parameters()
-        info = RankInfo(
-            rank=spec.rank,
-            pid=os.getpid(),
-            parameters=len(parameters),
-            weight_bytes=sum(parameter.local.nbytes for parameter in parameters.values()),
-            device=next((str(parameter.local.device) for parameter in parameters.values()), "cpu"),
-        )
-        return Hello(info, spec.size, engine.name, engine.capabilities, config_hash(spec.model))
+        return hello_of(engine, spec)
 
     def _start(self, request: StartServing) -> None:
         self._ready_agent().label(request.version, request.digest)

@@ -6,7 +6,7 @@ Pure ASGI. Answers of routes that never call the engine pass as they are.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,7 +15,7 @@ from engine_adapter.replica.replies import Span, Wanted, version_of
 from engine_adapter.vllm.replies import Reply, current_reply
 from updater.core.errors import LiveweightsError, refuse
 from updater.core.version import Version
-from updater.http import problem
+from updater.http import problem, replay_body
 
 _WISHES = ("min_version", "exact_version")
 _FINISHED = b'"finish_reason":"'
@@ -57,7 +57,7 @@ class VersionMiddleware:
             return receive
         if b'"liveweights"' in body:
             body = self._take(scope, body, reply)
-        return _replay(body, receive)
+        return replay_body(body, receive)
 
     def _take(self, scope: Scope, body: bytes, reply: Reply) -> bytes:
         try:
@@ -211,17 +211,3 @@ async def _whole(receive: Receive) -> bytes | None:
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(parts)
-
-
-def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
-    """A `receive` that hands out the body once and then listens for the disconnect."""
-    sent = False
-
-    async def replay() -> Message:
-        nonlocal sent
-        if sent:
-            return await receive()
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay

@@ -7,12 +7,9 @@ another checkpoint later runs on any thread while the engine serves and touches 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -23,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from engine_adapter.placement.recorded import Start, place
 from engine_adapter.placement.recorded_twin import Twin
 from engine_adapter.placement.rows import Placement
+from engine_adapter.vllm.building import build, tie_alike
 from updater.core.errors import Failure, Rejected
 from updater.manifest import TensorSpec
 
@@ -105,7 +103,7 @@ def meta_twin(vllm_config: Any, live_model: nn.Module) -> Twin:
     before = _entries(live_model)
     module = _built(vllm_config)
     _part(module, live_model)
-    _tie_alike(module, live_model)
+    tie_alike(module, live_model)
     _drop_memory(module)
     if _entries(live_model) != before:
         raise Rejected(Failure("placement_refused", "building the twin changed the live model"))
@@ -116,12 +114,11 @@ def _built(vllm_config: Any) -> Any:
     """On meta; a constructor that reads values of what it makes (slopes of ALiBi) gets real tables, and empty weights
     on meta. Raises Rejected if that cannot be either.
     """
-    loading: Any = import_module("vllm.model_executor.model_loader.utils")
     error: RuntimeError | None = None
     for where in (torch.device("meta"), _EmptyOnMeta()):
         try:
-            with _dtype(vllm_config.model_config.dtype), where:
-                return loading.initialize_model(_unregistered(vllm_config))
+            with where:
+                return build(vllm_config)
         except RuntimeError as raised:  # NotImplementedError: values on meta
             error = raised
     raise Rejected(Failure("placement_refused", f"no twin of this model can be built: {error}"))
@@ -134,19 +131,6 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **({**(kwargs or {}), "device": "meta"} if func is torch.empty else kwargs or {}))
 
 
-def _unregistered(vllm_config: Any) -> Any:
-    """A copy whose layers register in dictionaries of its own, and that compiles nothing."""
-    config = copy.copy(vllm_config)
-    compilation = copy.copy(vllm_config.compilation_config)
-    compilation.static_forward_context = {}
-    compilation.static_all_moe_layers = []
-    compilation.enabled_custom_ops = Counter()
-    compilation.disabled_custom_ops = Counter()
-    compilation.mode = type(compilation.mode)(0)
-    config.compilation_config = compilation
-    return config
-
-
 def _part(module: nn.Module, live_model: nn.Module) -> None:
     """vLLM hands out one rotary table to all layers that ask for the same: an empty module in its place."""
     live = {id(each) for each in live_model.modules()}
@@ -154,17 +138,6 @@ def _part(module: nn.Module, live_model: nn.Module) -> None:
         for key, child in owner._modules.items():
             if id(child) in live:
                 owner._modules[key] = nn.Module()
-
-
-def _tie_alike(module: nn.Module, live_model: nn.Module) -> None:
-    """vLLM may tie two layers after it compared what it loaded."""
-    first: dict[int, str] = {}
-    known = dict(module.named_parameters(remove_duplicate=False))
-    for name, parameter in live_model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
-        if other != name and name in known and other in known and known[name] is not known[other]:
-            path, _, key = name.rpartition(".")
-            module.get_submodule(path)._parameters[key] = module.get_parameter(other)
 
 
 def _drop_memory(module: nn.Module) -> None:
@@ -192,14 +165,3 @@ def _entries(model: nn.Module) -> dict[str, dict[str, int]]:
         }
         for name, module in model.named_modules()
     }
-
-
-@contextmanager
-def _dtype(dtype: torch.dtype) -> Iterator[None]:
-    """What vLLM's layers take as their dtype while they are made; global to the process."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -8,7 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from engine_adapter.rank.main import config_hash
+from engine_adapter.rank.hello import config_hash
 from engine_adapter.replica.app import ReplicaFace
 from engine_adapter.replica.life import FrontLife, Membership
 from engine_adapter.replica.rank_work import RankWork

@@ -12,10 +12,7 @@ process share a scratchpad, which is the forward pass's then. Comparing by outpu
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, cast
@@ -24,6 +21,7 @@ import torch
 from torch import nn
 
 from engine_adapter.base import Derived, Parameter
+from engine_adapter.vllm.building import build, default_dtype, tie_alike
 from engine_adapter.vllm.twins_equal import is_code
 from engine_adapter.vllm.twins_layer import ProcessedLayer
 from engine_adapter.vllm.twins_state import attributes_of
@@ -54,7 +52,7 @@ def processed_layers(model: nn.Module, vllm_config: Any, fresh: nn.Module) -> Pr
         return ProcessedLayers({}, ())
     twins = (twin_model(vllm_config), twin_model(vllm_config))
     for twin in twins:
-        _tie_alike(model, twin)
+        tie_alike(twin, model)
     load_start(twins[0], vllm_config)
     names = _canonical_names(twins[0])
     start = {name: parameter.data for name, parameter in twins[0].named_parameters(remove_duplicate=False)}
@@ -88,21 +86,15 @@ def forms(layer: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype] | None]:
 
 def twin_model(vllm_config: Any) -> nn.Module:
     """A second model as vLLM builds it, its weights not loaded, registered nowhere."""
-    config, compilation = copy.copy(vllm_config), copy.copy(vllm_config.compilation_config)
-    compilation.static_forward_context, compilation.static_all_moe_layers = {}, []
-    compilation.enabled_custom_ops, compilation.disabled_custom_ops = Counter(), Counter()
-    compilation.mode = type(compilation.mode)(0)
-    config.compilation_config = compilation
-    loading: Any = import_module("vllm.model_executor.model_loader.utils")
-    with _dtype(vllm_config.model_config.dtype), torch.device("cpu"):
-        return cast(nn.Module, loading.initialize_model(config)).eval()
+    with torch.device("cpu"):
+        return cast(nn.Module, build(vllm_config)).eval()
 
 
 def load_start(twin: nn.Module, vllm_config: Any) -> None:
     """Fill a twin as vLLM fills a model, without the processing that follows."""
     loaders: Any = import_module("vllm.model_executor.model_loader")
     configs: Any = import_module("vllm.config")
-    with _dtype(vllm_config.model_config.dtype), configs.set_current_vllm_config(vllm_config):
+    with default_dtype(vllm_config.model_config.dtype), configs.set_current_vllm_config(vllm_config):
         loaders.get_model_loader(vllm_config.load_config).load_weights(twin, vllm_config.model_config)
 
 
@@ -133,16 +125,6 @@ def does_nothing(impl: object) -> bool:
     backend: Any = import_module("vllm.v1.attention.backend")
     hook = getattr(type(impl), "process_weights_after_loading", None)
     return hook is not None and hook is backend.AttentionImplBase.process_weights_after_loading
-
-
-def _tie_alike(model: nn.Module, twin: nn.Module) -> None:
-    """vLLM may tie two layers after it compared what was loaded; the twin is tied before."""
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        if known != name:
-            path, _, key = name.rpartition(".")
-            twin.get_submodule(path)._parameters[key] = twin.get_parameter(known)
 
 
 def _canonical_names(twin: nn.Module) -> dict[str, str]:
@@ -176,14 +158,3 @@ def _compiled(packed: list[ProcessedLayer], vllm_config: Any) -> list[Failure]:
 def _held(name: str, tensor: torch.Tensor) -> Parameter:
     """No forward pass reads it: rebinding it is nothing."""
     return Parameter(name, tensor, lambda _tensor: None)
-
-
-@contextmanager
-def _dtype(dtype: torch.dtype) -> Iterator[None]:
-    """What vLLM's layers take as their dtype while they are made. Process-global: only before the engine serves."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -17,14 +17,13 @@ from engine_adapter.base import EngineSpec
 from engine_adapter.rank.agent import RankAgent
 from engine_adapter.rank.channel import Frame, FrameKind, RankChannel
 from engine_adapter.rank.control_messages import Build, CancelStaging, Label, Staged, StartServing, StopEngine
-from engine_adapter.rank.main import config_hash
+from engine_adapter.rank.hello import hello_of
 from engine_adapter.rank.messages import Hello, RankDone
 from engine_adapter.rank.server import RankServer
 from engine_adapter.vllm.engine import VllmRankEngine
 from engine_adapter.vllm.messages import Attach, Attached
 from updater import wire
 from updater.core.errors import Failure, LiveweightsError
-from updater.core.participant import RankInfo
 
 _CONNECT_S = 30.0
 
@@ -126,15 +125,7 @@ class WorkerRank:
         spec = request.spec
         engine = self._engine = self.make_engine(spec)
         self._agent = RankAgent(engine, tell=self._tell, host_spare=engine.host_spare)
-        parameters = engine.parameters()
-        info = RankInfo(
-            rank=spec.rank,
-            pid=os.getpid(),
-            parameters=len(parameters),
-            weight_bytes=sum(parameter.local.nbytes for parameter in parameters.values()),
-            device=next((str(parameter.local.device) for parameter in parameters.values()), "cpu"),
-        )
-        return Hello(info, spec.size, engine.name, engine.capabilities, config_hash(spec.model))
+        return hello_of(engine, spec)
 
     def _start(self, request: StartServing) -> None:
         if self._agent is None:
