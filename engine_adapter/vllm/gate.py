@@ -7,6 +7,7 @@ A call waits at the door until its replica serves a version that it accepts; wha
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -65,21 +66,21 @@ class VllmGate:
 
     # --- calls of vLLM's routes
 
-    def generating(self, original: Generate) -> Generate:
-        """Takes the place of the client's `generate(prompt, sampling_params, request_id, ...)`."""
+    def gating(self, original: Generate) -> Generate:
+        """Takes the place of the client's `generate` or `encode`, whose calls name `prompt` and `request_id`."""
+        signature = inspect.signature(original)
 
-        def generate(prompt: Any, params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any, None]:
-            return self._gated(request_id, lambda: original(self._salted(prompt), params, request_id, **more))
+        def call(*args: Any, **named: Any) -> AsyncGenerator[Any, None]:
+            bound = signature.bind(*args, **named)
+            prompt = bound.arguments["prompt"]
 
-        return generate
+            def dispatch() -> AsyncGenerator[Any, None]:
+                bound.arguments["prompt"] = self._salted(prompt)
+                return original(*bound.args, **bound.kwargs)
 
-    def encoding(self, original: Generate) -> Generate:
-        """Takes the place of the client's `encode(prompt, pooling_params, request_id, ...)`."""
+            return self._gated(bound.arguments["request_id"], dispatch)
 
-        def encode(prompt: Any, params: Any, request_id: str, *rest: Any, **more: Any) -> AsyncGenerator[Any, None]:
-            return self._gated(request_id, lambda: original(self._salted(prompt), params, request_id, *rest, **more))
-
-        return encode
+        return call
 
     def _salted(self, prompt: Any) -> Any:
         """The same prompt in the namespace of what is live: blocks of other versions are never its prefix (I5)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,15 @@ def test_several_prompts_and_several_sequences_each_say_what_made_them(fleet: Fl
     assert len(answer["choices"]) == 2 * len(PROMPTS)
     span = [{"version": fleet.live, "start": 0, "end": 4}]
     assert [choice["liveweights"]["spans"] for choice in answer["choices"]] == [span] * 2 * len(PROMPTS)
+
+
+def test_a_streamed_chat_says_what_made_it(fleet: Fleet) -> None:
+    body = {"model": fleet.server.model, "messages": [{"role": "user", "content": "hello"}], "stream": True}
+    body |= {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer = fleet.server.client.post("/v1/chat/completions", json=body)
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    told = [event["liveweights"] for event in events if "liveweights" in event]
+    assert [each["spans"] for each in told] == [[{"version": fleet.live, "start": 0, "end": 8}]]
 
 
 def test_keys_and_values_of_old_weights_meet_no_new_ones_unless_asked_to(fleet: Fleet) -> None:

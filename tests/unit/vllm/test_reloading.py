@@ -206,7 +206,7 @@ class World:
         """Whether a request reaches the engine."""
         before = len(self.client.calls)
         with pytest.raises((Unavailable, RuntimeError)):
-            async for _ in self.gate.generating(self.client.generate)({"prompt_token_ids": [1]}, None, "a"):
+            async for _ in self.gate.gating(self.client.generate)({"prompt_token_ids": [1]}, None, "a"):
                 pass
         return self.client.calls[before:] == ["generate"]
 

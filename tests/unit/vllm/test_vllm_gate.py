@@ -65,7 +65,7 @@ class World:
 
     @property
     def generate(self) -> Callable[..., AsyncGenerator[Any, None]]:
-        return self.gate.generating(self.engine.generate)
+        return self.gate.gating(self.engine.generate)
 
     def ask(self, request_id: str, wanted: Wanted | None = None, prompt: Any = None) -> tuple[Reply, asyncio.Task[Any]]:
         reply = Reply(wanted or Wanted())
@@ -275,6 +275,37 @@ def test_prompts_carry_the_namespace_of_what_is_live(prompt: Any, salted: Any) -
         await settle()
         assert world.engine.prompts == [salted]
         world.engine.finish("a")
+        await task
+
+    run(main)
+
+
+def test_routes_may_name_the_arguments_in_any_order() -> None:
+    """As vLLM's pooling routes do."""
+
+    async def main(world: World) -> None:
+        world.gate.open("0-1")
+        world.gate.relabelled("0-1", "ab", CachePolicy.RESET)
+        outputs = world.generate(request_id="a", prompt={"prompt_token_ids": [1]}, params=None)
+        first = await anext(outputs)
+        assert not first.finished
+        assert world.engine.prompts == [{"prompt_token_ids": [1], "cache_salt": "0-1:ab"}]
+        await outputs.aclose()
+        assert world.gate.in_flight == 0
+
+    run(main)
+
+
+def test_a_prompt_is_salted_when_it_is_dispatched_and_not_when_it_waits() -> None:
+    async def main(world: World) -> None:
+        world.gate.relabelled("0-1", "ab", CachePolicy.RESET)
+        _, task = world.ask("a")
+        await settle()
+        world.gate.relabelled("0-2", "cd", CachePolicy.RESET)
+        world.gate.open("0-2")
+        await settle()
+        assert world.engine.prompts[0]["cache_salt"] == "0-2:cd"
+        world.engine.finish("a", Span("0-2", 0, 4))
         await task
 
     run(main)
