@@ -82,7 +82,7 @@ vllm:
 	if [ "$$(uname -sm)" != "Linux x86_64" ]; then \
 	    echo "vLLM tests skipped: its CPU build is for Linux on x86-64"; \
 	elif $(MAKE) --no-print-directory $(VLLM_STAMP) > $(VLLM_LOG) 2>&1; then \
-	    $(VLLM_BIN)/python -m pytest -m vllm tests/vllm -q; \
+	    $(VLLM_BIN)/python -m pytest -m vllm tests/vllm_server -q; \
 	elif grep -Eq "$(VLLM_MISSING)" $(VLLM_LOG); then \
 	    echo "vLLM tests skipped: pip: $$(grep -Eo "$(VLLM_MISSING)" $(VLLM_LOG))"; \
 	else \

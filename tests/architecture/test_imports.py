@@ -161,3 +161,9 @@ def test_importing_is_light(module: str, absent: tuple[str, ...]) -> None:
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == []
+
+
+def test_no_folder_of_tests_is_taken_for_a_package() -> None:
+    """pytest puts folders of tests on the import path: one named like an optional package would make it seem there."""
+    optional = {"accelerate", "megatron", "peft", "ray", "sglang", "transformers", "trl", "vllm"}
+    assert [path for path in (ROOT / "tests").rglob("*") if path.is_dir() and path.name in optional] == []

@@ -16,7 +16,7 @@ import httpx
 import torch
 from safetensors.torch import load_file
 
-from tests.vllm.server import ANSWER_S, START_S, VllmServer, reserved_port, running, serve, wait_ready
+from tests.vllm_server.server import ANSWER_S, START_S, VllmServer, reserved_port, running, serve, wait_ready
 from trainer_side.client import Client
 from trainer_side.session import UpdateSession
 from trainer_side.sources import as_source

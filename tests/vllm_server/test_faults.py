@@ -16,8 +16,8 @@ import pytest
 
 from engine_adapter.models import encode, reference_tokens
 from engine_adapter.vllm.testing import EXTENSION, ORDERS
-from tests.vllm.fleet import Coordinator, Fleet, coordinator, member, until
-from tests.vllm.models import PROMPTS, Checkpoints
+from tests.vllm_server.fleet import Coordinator, Fleet, coordinator, member, until
+from tests.vllm_server.models import PROMPTS, Checkpoints
 
 COUNT = 32
 REPLICA = "vllm"

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 from engine_adapter.model_files import write_safetensors
 from engine_adapter.models import encode, reference_tokens
-from tests.vllm.fleet import PREFIX, Fleet, Tensors, until
-from tests.vllm.models import PROMPTS
+from tests.vllm_server.fleet import PREFIX, Fleet, Tensors, until
+from tests.vllm_server.models import PROMPTS
 from trainer_side.client import Client
 from trainer_side.session import UpdateSession
 from trainer_side.sources import as_source

@@ -15,9 +15,9 @@ import torch
 from engine_adapter.model_files import write_safetensors
 from engine_adapter.models import ModelShape, encode, make_model, reference_tokens
 from engine_adapter.vllm.testing import EXTENSION, ORDERS
-from tests.vllm.fleet import Fleet, Tensors, coordinator, member
-from tests.vllm.models import PROMPTS
-from tests.vllm.test_cases import (
+from tests.vllm_server.fleet import Fleet, Tensors, coordinator, member
+from tests.vllm_server.models import PROMPTS
+from tests.vllm_server.test_cases import (
     COUNT,
     EMBEDDING,
     HEAD,

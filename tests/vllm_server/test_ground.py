@@ -14,8 +14,8 @@ import pytest
 from safetensors import safe_open
 
 from engine_adapter.models import SAFE_MARGIN, encode, longest_offset, reference_tokens
-from tests.vllm.models import PROMPTS, SHAPES, Checkpoints
-from tests.vllm.server import Left, StartFailed, Starts, members, reserved_port, running, serve, wait_ready
+from tests.vllm_server.models import PROMPTS, SHAPES, Checkpoints
+from tests.vllm_server.server import Left, StartFailed, Starts, members, reserved_port, running, serve, wait_ready
 
 TOKENS = 32
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from engine_adapter.models import encode, reference_tokens
-from tests.vllm.fleet import Fleet, Tensors, until
-from tests.vllm.models import PROMPTS
-from tests.vllm.test_cases import (
+from tests.vllm_server.fleet import Fleet, Tensors, until
+from tests.vllm_server.models import PROMPTS
+from tests.vllm_server.test_cases import (
     COUNT,
     EMBEDDING,
     HEAD,

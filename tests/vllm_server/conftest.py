@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.fleet import Fleet, coordinator, member
-from tests.vllm.models import Checkpoints, Dtype, make_checkpoints
-from tests.vllm.server import STARTS
+from tests.vllm_server.fleet import Fleet, coordinator, member
+from tests.vllm_server.models import Checkpoints, Dtype, make_checkpoints
+from tests.vllm_server.server import STARTS
 
 _HERE = Path(__file__).parent
 _TIMEOUT_S = 900.0
 
 
 def has_vllm() -> bool:
-    """This folder has the same name: where vLLM is missing it may be found as a namespace package, with no origin."""
+    """A folder of that name would be found as a namespace package, which has no origin."""
     spec = find_spec("vllm")
     return spec is not None and spec.origin is not None
 

@@ -22,7 +22,7 @@ from engine_adapter.rank.derived import DerivedStates
 from engine_adapter.rank.spare import Spare
 from engine_adapter.vllm.parameters import collect
 from engine_adapter.vllm.twins import ProcessedLayers, load_start, processed_layers, twin_model
-from tests.vllm.models import Checkpoints, Dtype
+from tests.vllm_server.models import Checkpoints, Dtype
 from transports.testing import refused
 from updater.core.policy import InstallMode
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from engine_adapter.models import encode, reference_tokens
-from tests.vllm.fleet import Fleet
-from tests.vllm.test_cases import COUNT, refusing
-from tests.vllm.test_publish import PREFIX, cached
+from tests.vllm_server.fleet import Fleet
+from tests.vllm_server.test_cases import COUNT, refusing
+from tests.vllm_server.test_publish import PREFIX, cached
 from updater.core.policy import CachePolicy, InFlight
 
 LONG = 440  # tokens: nearly all that a sequence of these servers holds

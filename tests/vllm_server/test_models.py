@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from engine_adapter.models import encode, reference_tokens
-from tests.vllm.fleet import Fleet, coordinator, member
-from tests.vllm.models import PROMPTS, Checkpoints
+from tests.vllm_server.fleet import Fleet, coordinator, member
+from tests.vllm_server.models import PROMPTS, Checkpoints
 
 COUNT = 32
 #: (model, dtype, version) -> what was seen of it: tokens and content digest, by how the engine came to it.

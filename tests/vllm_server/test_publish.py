@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from engine_adapter.models import encode, reference_tokens
-from tests.vllm.fleet import Fleet
-from tests.vllm.models import PROMPTS
-from tests.vllm.server import VllmServer
+from tests.vllm_server.fleet import Fleet
+from tests.vllm_server.models import PROMPTS
+from tests.vllm_server.server import VllmServer
 from updater.core.policy import CachePolicy, InFlight
 
 COUNT = 48

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine_adapter.models import encode, reference_tokens
-from tests.vllm.fleet import Fleet, coordinator, member
-from tests.vllm.models import PROMPTS, Checkpoints
+from tests.vllm_server.fleet import Fleet, coordinator, member
+from tests.vllm_server.models import PROMPTS, Checkpoints
 
 COUNT = 32
 

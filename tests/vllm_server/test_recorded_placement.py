@@ -26,7 +26,7 @@ from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow, Placement,
 from engine_adapter.rank.messages import WireTensor
 from engine_adapter.vllm.parameters import collect
 from engine_adapter.vllm.recording import RecordedPlacements, fingerprint, meta_twin
-from tests.vllm.models import SHAPES, Checkpoints
+from tests.vllm_server.models import SHAPES, Checkpoints
 from transports.dtypes import DTYPE_NAMES
 from transports.testing import refused
 from updater.manifest import TensorSpec

@@ -26,9 +26,9 @@ from engine_adapter.models import encode, reference_tokens
 from engine_adapter.vllm.private import CLIENT_CALLS, NAMES, choose_mode, installed_version
 from engine_adapter.vllm.reloading import NAME, WARNINGS
 from engine_adapter.vllm.settings import COORDINATOR, MODE, REPLICA, ROOTS, WAIT_S, Mode
-from tests.vllm.fleet import Fleet, coordinator, until
-from tests.vllm.models import PROMPTS, Checkpoints
-from tests.vllm.server import VllmServer, serve
+from tests.vllm_server.fleet import Fleet, coordinator, until
+from tests.vllm_server.models import PROMPTS, Checkpoints
+from tests.vllm_server.server import VllmServer, serve
 from transports.manifests import write_manifest
 
 COUNT = 48
