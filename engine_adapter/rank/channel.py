@@ -7,6 +7,7 @@ frames go from front to rank, `reply` and `refused` frames answer them by id, `e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 import threading
@@ -112,6 +113,11 @@ class FrontChannel:
 
     def close(self) -> None:
         self._writer.close()
+
+    async def wait_closed(self) -> None:
+        """After `close`: the descriptor is gone."""
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
 
 
 class RankChannel:

@@ -73,6 +73,7 @@ class AttachedPool:
     async def _attached(self, deadline_s: float) -> list[RankLine]:
         token = secrets.token_hex(32)
         arrived: asyncio.Queue[tuple[Attach, FrontChannel]] = asyncio.Queue()
+        found: list[tuple[Attach, FrontChannel]] = []
 
         async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             attach = await _introduced(reader, writer, token)
@@ -87,15 +88,17 @@ class AttachedPool:
             try:
                 await self._control.attach(address, token, deadline_s)
                 async with asyncio.timeout(_HELLO_S):
-                    found = [await arrived.get() for _ in range(self._size)]
+                    while len(found) < self._size:
+                        found.append(await arrived.get())
+                return _lines(found)
             except TimeoutError:
+                await _part(found, arrived)
                 raise Aborted(Failure("rank_failed", "not every worker connected to the front")) from None
+            except BaseException:
+                await _part(found, arrived)
+                raise
             finally:
                 server.close()
-        lines = [RankLine(attach.rank, channel) for attach, channel in sorted(found, key=lambda each: each[0].rank)]
-        if [line.rank for line in lines] != list(range(self._size)):
-            raise Aborted(Failure("rank_failed", f"the workers call themselves {[line.rank for line in lines]}"))
-        return lines
 
     async def call(self, verb: str, request: Any, *, deadline_s: float) -> list[Any]:
         """See `RankCalls.call`; verbs about the engine as a whole take the engine client's part with them."""
@@ -146,6 +149,7 @@ class AttachedPool:
         self._stopping = True
         for line in self._calls.lines:
             line.channel.close()
+            await line.channel.wait_closed()
         for reader in self._readers:
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -157,6 +161,23 @@ class AttachedPool:
         failure = Failure("rank_died", why, rank=line.rank)
         if line.die(failure) and not self._stopping:
             self._on_death(failure)
+
+
+def _lines(found: list[tuple[Attach, FrontChannel]]) -> list[RankLine]:
+    """In rank order. Raises Aborted unless every rank is there once."""
+    lines = [RankLine(attach.rank, channel) for attach, channel in sorted(found, key=lambda each: each[0].rank)]
+    if [line.rank for line in lines] != list(range(len(lines))):
+        raise Aborted(Failure("rank_failed", f"the workers call themselves {[line.rank for line in lines]}"))
+    return lines
+
+
+async def _part(found: list[tuple[Attach, FrontChannel]], arrived: asyncio.Queue[tuple[Attach, FrontChannel]]) -> None:
+    """Nobody is kept who came when not all did (I6)."""
+    while not arrived.empty():
+        found.append(arrived.get_nowait())
+    for _, channel in found:
+        channel.close()
+        await channel.wait_closed()
 
 
 async def _introduced(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> Attach | None:

@@ -118,6 +118,7 @@ RAY = {"updater.ray_calls", "updater.ray_participant", "updater.ray_actor", "eng
 RAY |= {"trainer_side.ray"}
 
 
+@pytest.mark.slow
 def test_only_the_actors_and_what_reaches_them_import_ray() -> None:
     found = {module for module, path in modules() for _line, target in imports(path) if target.split(".")[0] == "ray"}
     assert found

@@ -555,6 +555,7 @@ def test_B029_a_name_that_cannot_be_shown(tmp_path: Path, name: str) -> None:
     json.dumps([failure.tensor for failure in caught[0].failures]).encode()
 
 
+@pytest.mark.slow
 def test_B029_a_thousand_mutated_headers(tmp_path: Path) -> None:
     """Each is opened and read, or refused with a typed error; nothing else comes out, and no file stays open."""
     made = HandMadeFile().entry("__metadata__", {"format": "pt"})

@@ -57,6 +57,7 @@ def test_B033_a_fused_tensor_from_three_that_came_through_one_reused_buffer() ->
     hub.close()
 
 
+@pytest.mark.slow
 def test_B120_four_ranks_and_handles_for_two() -> None:
     """Nobody gets a byte; the two that have no handle are listed; a seat has one holder."""
     sender, hubs = SharedMemorySender(), [SharedMemoryHub() for _ in range(4)]

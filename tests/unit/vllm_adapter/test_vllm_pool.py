@@ -57,7 +57,8 @@ class Rank:
         attach = Attach(token, self.number if number is None else number, self.size, os.getpid())
         self.channel.send(Frame.of(FrameKind.EVENT, 0, "attach", attach))
         self.server = RankServer(self.channel, self.handle)
-        threading.Thread(target=self.server.run, daemon=True).start()
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
 
     def handle(self, verb: str, request: Any) -> Any:
         self.log.append((self.number, verb))
@@ -212,6 +213,9 @@ def test_two_workers_of_one_number_are_refused() -> None:
     async def main(world: World) -> None:
         with pytest.raises(Aborted):
             await world.pool.start(20)
+        for rank in world.client.ranks:  # let go, and nothing is held (I6)
+            await asyncio.to_thread(rank.thread.join, 30)
+            assert not rank.thread.is_alive()
 
     run(main, attach_number=0)
 
