@@ -24,10 +24,13 @@ from updater.core.replica_state import ReplicaState, Work
 
 
 class Ranks(Protocol):
-    """All ranks as one thing, one method per `Work` of the machine: `rank_work.RankWork`.
+    """All ranks as one thing, one method per `Work` of the machine: `rank_work.RankWork`, `vllm.reloading.ReloadRanks`.
 
     Each raises LiveweightsError, and then no rank works on it any more.
     """
+
+    async def replay_start(self) -> str:
+        """Before anything else: the start checkpoint is what is live. Returns its content digest."""
 
     async def join(self, version: str, digest: str) -> None: ...
 

@@ -18,8 +18,8 @@ import httpx
 from engine_adapter.replica.app import ReplicaFace
 from engine_adapter.replica.fleet_client import FleetClient
 from engine_adapter.replica.front import Front, Identity
-from engine_adapter.replica.rank_work import RankWork
-from engine_adapter.replica.seams import Admission, Pool
+from engine_adapter.replica.front_work import Ranks
+from engine_adapter.replica.seams import Admission, Introduced
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import Fence, JoinRequest
 from updater.core.replica_state import RankDied, started
@@ -52,8 +52,8 @@ class FrontLife:
     def __init__(
         self,
         membership: Membership,
-        pool: Pool,
-        work: RankWork,
+        pool: Introduced,
+        work: Ranks,
         gate: Admission,
         face: ReplicaFace,
         clock: Callable[[], float] = time.monotonic,
@@ -106,7 +106,7 @@ class FrontLife:
         front = Front(state, identity, self._work, self._gate, self._clock, self._rejoin)
         self._face.front = front
         gc.freeze()  # what start left behind stays: no collection within a pause looks through it
-        _log.info("%s: start checkpoint proved, digest %s", mine.name, digest[:16])
+        _log.info("%s: on the start checkpoint, digest %s", mine.name, digest[:16])
         return front
 
     async def _watch(self, fleet: FleetClient, front: Front) -> None:

@@ -9,12 +9,16 @@ from updater.core.errors import Failure
 from updater.core.policy import InFlight
 
 
-class Pool(Protocol):
-    """All ranks of one replica: `ranks.RankPool` started them, `vllm.pool.AttachedPool` found them."""
+class Introduced(Protocol):
+    """Whose ranks have said who they are."""
 
     @property
     def hellos(self) -> tuple[Hello, ...]:
         """In rank order, once they are there."""
+
+
+class Pool(Introduced, Protocol):
+    """All ranks of one replica: `ranks.RankPool` started them, `vllm.pool.AttachedPool` found them."""
 
     async def call(self, verb: str, request: Any, *, deadline_s: float) -> list[Any]:
         """The same request (or one per rank, as a list) to all ranks; replies in rank order. Raises Aborted."""

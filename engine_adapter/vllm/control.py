@@ -40,7 +40,7 @@ class EngineControl:
                     return False
                 self._paused = True
                 await self._client.pause_generation(mode="keep", clear_cache=False)
-                await self._answers("liveweights_stand", (number,))
+                await self._stand(number)
         except TimeoutError:
             await self.resume(deadline_s)
             raise Aborted(Failure("quiesce_timeout", f"the engine did not stop within {deadline_s:.1f} s")) from None
@@ -50,6 +50,10 @@ class EngineControl:
         except Exception as error:  # the boundary to vLLM: it raises bare exceptions
             raise _dead("pause", error) from error
         return True
+
+    async def _stand(self, number: int) -> None:
+        """Every rank notes where it stands."""
+        await self._answers("liveweights_stand", (number,))
 
     async def resume(self, deadline_s: float) -> None:
         """Let the engine go on, if we stopped it: whoever else paused it or put it to sleep wakes it."""

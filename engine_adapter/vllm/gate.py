@@ -15,7 +15,7 @@ from typing import Any
 
 from engine_adapter.replica.door import Door, Limits
 from engine_adapter.vllm.replies import Part, Reply, current_reply
-from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable
+from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable, refuse
 from updater.core.policy import CachePolicy, InFlight
 
 #: (arguments of vLLM's method) -> its outputs.
@@ -30,6 +30,7 @@ class _Ticket:
     reply: Reply
     version: str  # at dispatch
     spans: bool = False  # whether it may go through a switch of versions
+    ending: bool = False  # the engine was told to end it
 
 
 class VllmGate:
@@ -83,13 +84,16 @@ class VllmGate:
         return call
 
     def _salted(self, prompt: Any) -> Any:
-        """The same prompt in the namespace of what is live: blocks of other versions are never its prefix (I5)."""
+        """The same prompt in the namespace of what is live: blocks of other versions are never its prefix (I5).
+
+        Raises Rejected for what has no place for it.
+        """
         if not self.namespace:
             return prompt
         if isinstance(prompt, str):
             return {"prompt": prompt, "cache_salt": self.namespace}
         if not isinstance(prompt, dict):
-            return prompt
+            raise refuse("mode_unsupported", f"a {type(prompt).__name__} cannot be kept apart from other versions")
         own = prompt.get("cache_salt")
         return {**prompt, "cache_salt": f"{own}/{self.namespace}" if own else self.namespace}
 
@@ -102,15 +106,18 @@ class VllmGate:
     ) -> AsyncGenerator[Any, None]:
         try:
             await self._door.enter(reply.wanted)
+            generation = call()
         except LiveweightsError as error:
             reply.failure = error
             raise
         ticket = _Ticket(request_id, reply, self.version)
         self._running.add(ticket)
         try:
-            async with aclosing(call()) as outputs:
+            async with aclosing(generation) as outputs:
                 async for output in outputs:
                     self._note(ticket, part, output)
+                    if ticket.ending and not output.finished:
+                        self._end(ticket)  # it was told before the engine knew the request
                     yield output
         finally:
             self._running.discard(ticket)
@@ -181,7 +188,7 @@ class VllmGate:
 
     def _end(self, ticket: _Ticket) -> None:
         """It is over at the engine soon, with what it has made until then."""
-        ticket.reply.ended_by_update = True
+        ticket.ending = ticket.reply.ended_by_update = True
         task = asyncio.ensure_future(self._abort(ticket.request_id))
         self._aborting.add(task)
         task.add_done_callback(self._ended)

@@ -113,6 +113,8 @@ def check_server(client: Any, args: Namespace, mode: Mode) -> None:
     wrong = []
     if parallel.data_parallel_size > 1:
         wrong.append("--data-parallel-size above 1: serve each engine as a replica of its own")
+    if getattr(config.model_config, "is_encoder_decoder", False):
+        wrong.append("encoder-decoder models: their cache keys have no place for a version")
     if parallel.nnodes > 1:
         wrong.append("more than one node: ranks and front talk over a Unix socket")
     if (getattr(args, "api_server_count", 1) or 1) > 1:

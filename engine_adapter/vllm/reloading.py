@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 from engine_adapter.rank.messages import Hello
 from engine_adapter.replica.rank_work import Deadlines
@@ -62,8 +61,8 @@ class ReloadControl(EngineControl):
         call = self._client.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         await self._within(call, "reload_weights", deadline_s)
 
-    async def _answers(self, method: str, args: tuple[Any, ...]) -> None:
-        """Nobody has it: a pause is not asked where its ranks stand."""
+    async def _stand(self, number: int) -> None:
+        """Nobody there can note it."""
 
 
 class ReloadRanks:

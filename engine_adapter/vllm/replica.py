@@ -41,7 +41,8 @@ class VllmReplica:
         self.face = ReplicaFace(wanted.replica, self.gate)
         roots = (*(str(Path(root).resolve()) for root in wanted.roots), *_blobs(model))
         membership = Membership(wanted.replica, wanted.url, str(model), wanted.coordinator, wanted.tokens.admin)
-        self._pool: Any
+        self._pool: AttachedPool | ReloadRanks
+        work: RankWork | ReloadRanks
         self._pool, work = (
             self._reloading(client.vllm_config, control, model, roots, why)
             if isinstance(control, ReloadControl)
@@ -67,8 +68,8 @@ class VllmReplica:
 
     def _reloading(
         self, config: Any, control: ReloadControl, model: Path, roots: tuple[str, ...], why: tuple[str, ...]
-    ) -> tuple[Any, Any]:
-        """One object in the place of both: a front's life asks a pool for nothing but its ranks' names."""
+    ) -> tuple[ReloadRanks, ReloadRanks]:
+        """One object in the place of both: a front's life asks a pool for nothing but who its ranks are."""
         size, device = int(config.parallel_config.world_size), str(config.device_config.device_type)
         hellos = make_hellos(size, device, config_hash(str(model)), why)
         for note in hellos[0].capabilities.notes:

@@ -31,6 +31,7 @@ def test_a_compiled_model_is_updated_in_place_and_rolled_back(
             assert serves(fleet, models.second)
             assert at.rollback("start", receipt["version"])["install"] == "exchange"
             assert serves(fleet, models.first)
+        assert at.get("/v1/fleet")["members"] == []  # a server that is told to end leaves its fleet
 
 
 def serves(fleet: Fleet, path: Path) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,41 +107,60 @@ def cached(answer: Any) -> int:
     return found
 
 
-class Background:
-    """A long completion that streams while something else happens."""
+class Traffic:
+    """Clients that stream one completion after the other, so that some are always in flight."""
 
-    def __init__(self, server: VllmServer, number: int = 400, **fields: Any) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.some = threading.Event()
-        self._error: BaseException | None = None
-        self._work = lambda: server.stream(PROMPTS[0], number, **fields)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-        assert self.some.wait(120)
+    CLIENTS, NUMBER = 8, 200
 
-    def _run(self) -> None:
-        try:
-            for event in self._work():
-                self.events.append(event)
-                if self.tokens:
-                    self.some.set()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self.some.set()
+    def __init__(self, server: VllmServer) -> None:
+        self._server, self._over = server, threading.Event()
+        self._begun = threading.Barrier(self.CLIENTS + 1)
+        self._pool = ThreadPoolExecutor(self.CLIENTS)
+        self._clients = [self._pool.submit(self._client) for _ in range(self.CLIENTS)]
+        self._begun.wait(120)
 
-    def result(self) -> dict[str, Any]:
-        """The last event."""
-        self._thread.join(240)
-        assert not self._thread.is_alive()
-        if self._error is not None:
-            raise self._error
-        return next(event for event in reversed(self.events) if event["choices"])
+    def _client(self) -> list[list[dict[str, Any]]]:
+        replies: list[list[dict[str, Any]]] = []
+        while not self._over.is_set():
+            events: list[dict[str, Any]] = []
+            for event in self._server.stream(PROMPTS[0], self.NUMBER):
+                events += [event] if event["choices"] else []
+                if not replies and len(events) == 1:
+                    self._begun.wait(120)
+            replies.append(events)
+        return replies
+
+    def end(self) -> list[Streamed]:
+        """Every reply. Raises what a client met."""
+        self._over.set()
+        replies = [Streamed(events) for client in self._clients for events in client.result(240)]
+        self._pool.shutdown()
+        return replies
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """`events` of one reply that have a choice."""
+
+    events: list[dict[str, Any]]
+
+    @property
+    def said(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.events[-1]["liveweights"]
+        return found
+
+    @property
+    def versions(self) -> list[str]:
+        return [span["version"] for span in self.said["spans"]]
+
+    @property
+    def reason(self) -> str:
+        found: str = self.events[-1]["choices"][0]["finish_reason"]
+        return found
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        choices = [event["choices"][0] for event in self.events if event["choices"]]
-        return tuple(token for choice in choices for token in choice["token_ids"] or ())
+        return tuple(token for event in self.events for token in event["choices"][0]["token_ids"] or ())
 
 
 @pytest.mark.parametrize("cache", CachePolicy)
@@ -149,38 +170,43 @@ def test_every_cell_of_modes_and_policies_is_honoured_or_refused(
 ) -> None:
     before = fleet.live
     if (mode, cache) not in SUPPORTED:
-        running = Background(fleet.server)
         problem = fleet.publish(fleet.second, expect=422, in_flight=mode.value, cache=cache.value)
-        assert problem["code"] == "mode_unsupported"
-        assert (fleet.live, running.result()["choices"][0]["finish_reason"]) == (before, "length")
-        assert running.tokens == expected(fleet.first, PROMPTS[0], 400)
+        assert (problem["code"], fleet.live) == ("mode_unsupported", before)
+        assert fleet.server.complete(PROMPTS[0], COUNT).tokens == expected(fleet.first, PROMPTS[0])
         return
     with fleet.committing(fleet.second, in_flight=mode.value, cache=cache.value) as commit:
-        running = Background(fleet.server)
-        others = [Background(fleet.server) for _ in range(7)]  # they make each step longer
+        traffic = Traffic(fleet.server)
         receipt = commit()
-    last = running.result()
-    ends = [other.result()["liveweights"] for other in others]
-    said, tokens = last["liveweights"], running.tokens
-    if mode is InFlight.DRAIN:
-        assert (receipt["aborted_requests"], receipt["requeued_requests"]) == (0, 0)
-        assert said["spans"] == [{"version": before, "start": 0, "end": 400}]
-        assert tokens == expected(fleet.first, PROMPTS[0], 400)
-    elif mode is InFlight.ABORT:
-        assert receipt["aborted_requests"] == 1 + sum("reason" in end for end in ends)
-        assert last["choices"][0]["finish_reason"] == "abort"
-        assert (said["reason"], said["retryable"], said["version"]) == ("aborted_by_update", True, before)
-        assert 0 < len(tokens) < 400
-        assert tokens == expected(fleet.first, PROMPTS[0], 400)[: len(tokens)]
-    else:
-        assert len(tokens) == 400
-        assert [span["version"] for span in said["spans"]] == [before, receipt["version"]]
-        switch = said["spans"][0]["end"]
-        assert said["spans"][1] == {"version": receipt["version"], "start": switch, "end": 400}
-        assert tokens[:switch] == expected(fleet.first, PROMPTS[0], 400)[:switch]
+        replies = traffic.end()
+    after = receipt["version"]
+    models = {before: fleet.first, after: fleet.second}
+    cut = [reply for reply in replies if reply.reason == "abort"]
+    crossing = [reply for reply in replies if len(reply.versions) > 1]
+    whole = [reply for reply in replies if reply not in cut and reply not in crossing]
+    # Counted is what was in flight; a reply may end, or have no token yet, at that moment.
+    most = {InFlight.ABORT: (Traffic.CLIENTS, 0), InFlight.RECOMPUTE: (0, Traffic.CLIENTS)}.get(mode, (0, 0))
+    assert len(cut) <= receipt["aborted_requests"] <= most[0]
+    assert (len(crossing) if most[1] else 0) <= receipt["requeued_requests"] <= most[1]
+    assert bool(cut) == (mode is InFlight.ABORT)
+    assert bool(crossing) == (mode in (InFlight.RECOMPUTE, InFlight.KEEP))
+    for reply in whole:
+        (version,) = reply.versions
+        assert (reply.reason, len(reply.tokens)) == ("length", Traffic.NUMBER)
+        if cache is not CachePolicy.KEEP or version == before:  # else old keys and values were asked for
+            assert reply.tokens == expected(models[version], PROMPTS[0], Traffic.NUMBER)
+    for reply in cut:
+        assert (reply.said["reason"], reply.said["retryable"]) == ("aborted_by_update", True)
+        assert reply.versions == ([before] if reply.tokens else [])
+        assert len(reply.tokens) < Traffic.NUMBER
+        assert reply.tokens == expected(fleet.first, PROMPTS[0], Traffic.NUMBER)[: len(reply.tokens)]
+    for reply in crossing:
+        old, new = reply.said["spans"]
+        assert (old["version"], new["version"], old["start"], new["end"]) == (before, after, 0, Traffic.NUMBER)
+        assert old["end"] == new["start"]
+        assert reply.tokens[: old["end"]] == expected(fleet.first, PROMPTS[0], Traffic.NUMBER)[: old["end"]]
     if mode is InFlight.RECOMPUTE:
-        assert receipt["requeued_requests"] == 1 + sum(len(end["spans"]) == 2 for end in ends)
-        rest = reference_tokens(fleet.second, encode(PROMPTS[0]) + tokens[:switch], 400 - switch).tokens
+        switch, tokens = crossing[0].said["spans"][0]["end"], crossing[0].tokens
+        rest = reference_tokens(fleet.second, encode(PROMPTS[0]) + tokens[:switch], Traffic.NUMBER - switch).tokens
         assert tokens[switch:] == rest
     answer = fleet.server.complete(PROMPTS[1], COUNT)
     assert answer.tokens == expected(fleet.second, PROMPTS[1])

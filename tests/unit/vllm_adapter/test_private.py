@@ -57,6 +57,7 @@ def server(**changes: Any) -> Any:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         load_config=SimpleNamespace(load_format=changes.get("load_format", "auto")),
+        model_config=SimpleNamespace(is_encoder_decoder=changes.get("is_encoder_decoder", False)),
     )
     calls = {name: None for name in CLIENT_CALLS if name != changes.get("absent")}
     return SimpleNamespace(vllm_config=config, **calls)
@@ -71,6 +72,7 @@ def server(**changes: Any) -> Any:
         ({"load_format": "safetensors"}, set(Mode)),
         ({"data_parallel_size": 2}, set()),
         ({"nnodes": 2}, set()),
+        ({"is_encoder_decoder": True}, set()),
         ({"api_server_count": 2}, set()),
         ({"absent": "update_weight_version"}, set()),
     ],

@@ -41,11 +41,14 @@ class Engine:
     ends: dict[str, asyncio.Future[Output]] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
     label: str = "0-1"
+    knows: asyncio.Event | None = None  # until then a request is on its way, and an abort finds none
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Output, None]:
         self.prompts.append(prompt)
-        yield Output([Sequence(0)], False)
+        if self.knows is not None:
+            await self.knows.wait()
         self.ends[request_id] = asyncio.get_running_loop().create_future()
+        yield Output([Sequence(0)], False)
         yield await self.ends[request_id]
 
     def finish(self, request_id: str, *spans: Span) -> None:
@@ -53,6 +56,8 @@ class Engine:
         self.ends[request_id].set_result(Output([Sequence(0, made)], True, 2))
 
     async def abort(self, request_id: str) -> None:
+        if request_id not in self.ends:
+            return
         self.aborted.append(request_id)
         if not self.ends[request_id].done():
             self.finish(request_id)
@@ -166,6 +171,36 @@ def test_abort_ends_what_runs_and_the_reply_says_why() -> None:
         await task
         assert world.engine.aborted == ["a"]
         assert reply.ended_by_update
+
+    run(main)
+
+
+def test_an_abort_that_came_before_the_engine_knew_the_request_is_said_again() -> None:
+    async def main(world: World) -> None:
+        world.engine.knows = asyncio.Event()
+        world.gate.open("0-1")
+        _, task = world.ask("a")
+        await settle()
+        world.gate.close(InFlight.ABORT, "0-2")
+        await settle()
+        assert world.engine.aborted == []
+        world.engine.knows.set()
+        await world.gate.quiesce(InFlight.ABORT, 30)
+        await task
+        assert world.engine.aborted == ["a"]
+
+    run(main)
+
+
+def test_a_prompt_without_room_for_a_namespace_is_refused() -> None:
+    async def main(world: World) -> None:
+        world.gate.relabelled("0-1", "ab", CachePolicy.RESET)
+        world.gate.open("0-1")
+        reply, task = world.ask("a", prompt=object())
+        with pytest.raises(Rejected) as caught:
+            await task
+        assert (caught.value.code, reply.failure) == ("mode_unsupported", caught.value)
+        assert (world.engine.prompts, world.gate.in_flight) == ([], 0)
 
     run(main)
 
