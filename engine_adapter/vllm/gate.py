@@ -99,7 +99,7 @@ class VllmGate:
 
     def _gated(self, request_id: str, call: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
         reply = current_reply.get() or Reply()
-        return self._run(request_id, reply, reply.part(), call)
+        return self._run(request_id, reply, reply.part(request_id), call)
 
     async def _run(
         self, request_id: str, reply: Reply, part: Part, call: Callable[[], AsyncGenerator[Any, None]]

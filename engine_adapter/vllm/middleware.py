@@ -12,13 +12,13 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine_adapter.replica.replies import Span, Wanted, version_of
+from engine_adapter.vllm.events import EventStream, plain
 from engine_adapter.vllm.replies import Reply, current_reply
 from updater.core.errors import LiveweightsError, refuse
 from updater.core.version import Version
 from updater.http import problem, replay_body
 
 _WISHES = ("min_version", "exact_version")
-_FINISHED = b'"finish_reason":"'
 
 
 class VersionMiddleware:
@@ -57,6 +57,7 @@ class VersionMiddleware:
             return receive
         if b'"liveweights"' in body:
             body = self._take(scope, body, reply)
+        reply.asked = body
         return replay_body(body, receive)
 
     def _take(self, scope: Scope, body: bytes, reply: Reply) -> bytes:
@@ -109,6 +110,7 @@ class _Answer:
         self._started = self._over = False
         self._kind = b""
         self._held = b""
+        self._stream = EventStream(reply, scope["path"], self._add_versions)
 
     async def send(self, message: Message) -> None:
         if self._over:
@@ -139,25 +141,13 @@ class _Answer:
         if not self._reply.parts:
             await self._pass(body, more)
         elif b"text/event-stream" in self._kind:
-            await self._events(body, more)
+            await self._pass(self._stream.feed(body, more), more)
         elif b"json" in self._kind:
             self._held += body
             if not more:
                 await self._pass(self._with_versions(self._held), more, whole=True)
         else:
             await self._pass(body, more)
-
-    async def _events(self, body: bytes, more: bool) -> None:
-        *whole, self._held = (self._held + body).split(b"\n\n")
-        if not more and self._held:
-            whole.append(self._held)
-            self._held = b""
-        await self._pass(b"".join(self._event(each) + b"\n\n" for each in whole), more)
-
-    def _event(self, event: bytes) -> bytes:
-        if _FINISHED not in event or not event.startswith(b"data: {"):
-            return event
-        return b"data: " + self._with_versions(event.removeprefix(b"data: "))
 
     async def _pass(self, body: bytes, more: bool, whole: bool = False) -> None:
         if self._start is not None and not self._started:
@@ -176,18 +166,21 @@ class _Answer:
             return body
         if not isinstance(document, dict) or "error" in document:
             return body
+        self._add_versions(document)
+        return plain(document)
+
+    def _add_versions(self, document: dict[str, Any]) -> None:
         choices = [each for each in document.get("choices") or () if isinstance(each, dict)]
         several = sum(len(part.sequences) or 1 for part in self._reply.parts) > 1
         for choice in choices if several else ():
-            choice["liveweights"] = {"spans": _plain(self._reply.spans_of(choice.get("index", 0)))}
+            choice["liveweights"] = {"spans": _listed(self._reply.spans_of(choice.get("index", 0)))}
         first = choices[0].get("index", 0) if choices else 0
         document["liveweights"] = self._versions(self._reply.spans_of(first))
         self._add_cached(document.get("usage"))
-        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
     def _versions(self, spans: tuple[Span, ...]) -> dict[str, Any]:
         version = spans[-1].version if spans else self._live()
-        found: dict[str, Any] = {"version": version, "digest": self._digest_of(version), "spans": _plain(spans)}
+        found: dict[str, Any] = {"version": version, "digest": self._digest_of(version), "spans": _listed(spans)}
         if self._reply.ended_by_update:
             found |= {"reason": "aborted_by_update", "retryable": True}
         return found
@@ -197,7 +190,7 @@ class _Answer:
             usage["prompt_tokens_details"] = {"cached_tokens": sum(part.cached_tokens for part in self._reply.parts)}
 
 
-def _plain(spans: tuple[Span, ...]) -> list[dict[str, Any]]:
+def _listed(spans: tuple[Span, ...]) -> list[dict[str, Any]]:
     return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
 
 

@@ -14,6 +14,7 @@ from updater.core.errors import LiveweightsError
 class Part:
     """One call of the engine: `sequences` by their index (more than one where the request asks for `n`)."""
 
+    request_id: str = ""
     sequences: dict[int, tuple[Span, ...]] = field(default_factory=dict)
     cached_tokens: int = 0
 
@@ -29,28 +30,36 @@ class Part:
             self.sequences[0] = (Span(version, 0, 0),)
             return
         for each in outputs:
-            spans = each.weight_versions
-            if spans is not None:
-                self.sequences[each.index] = tuple(Span(s.version, s.start, s.end) for s in spans)
+            found = tuple(Span(s.version, s.start, s.end) for s in each.weight_versions or ())
+            self.sequences[each.index] = found or self.sequences.get(each.index, ())
 
 
 @dataclass(slots=True, eq=False)
 class Reply:
-    """`parts` in the order in which the route called the engine."""
+    """`parts` in the order in which the route called the engine. `asked`: the JSON body of the request."""
 
     wanted: Wanted = field(default_factory=Wanted)
+    asked: bytes = b""
     parts: list[Part] = field(default_factory=list)
     failure: LiveweightsError | None = None
     ended_by_update: bool = False
 
-    def part(self) -> Part:
-        self.parts.append(Part())
+    @property
+    def choices(self) -> int:
+        """How many the answer has."""
+        return len(self.parts) * self._per_part
+
+    @property
+    def _per_part(self) -> int:
+        return max((index + 1 for part in self.parts for index in part.sequences), default=1)
+
+    def part(self, request_id: str = "") -> Part:
+        self.parts.append(Part(request_id))
         return self.parts[-1]
 
     def spans_of(self, choice: int) -> tuple[Span, ...]:
         """Of the choice with this index in the answer: prompts one after the other, each with its sequences."""
-        per_part = max((index + 1 for part in self.parts for index in part.sequences), default=1)
-        part, sequence = divmod(choice, per_part)
+        part, sequence = divmod(choice, self._per_part)
         return self.parts[part].sequences.get(sequence, ()) if part < len(self.parts) else ()
 
 

@@ -70,11 +70,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Check
 @pytest.fixture(scope="session")
 def llama_fleet(checkpoints: Callable[..., Checkpoints], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A Llama at TP=1 in bfloat16, guarded by an API key per scope. Tests leave it on either checkpoint."""
+    from tests.vllm_server.slow import ARGUMENTS, SLOW  # imports vLLM
+
     made, home = checkpoints("llama"), tmp_path_factory.mktemp("llama-fleet")
     admin, inference = "admin-of-the-fleet", "inference-only"
     roots = [made.first.parent, home]
     with coordinator(home / "coordinator", roots, admin) as at:
-        keys = ("--api-key", admin, inference)
-        with member(made.first, home / "server.log", at, roots=roots, arguments=keys) as server:
+        options = ("--api-key", admin, inference, *ARGUMENTS)
+        slow = home / "slow-steps"
+        environment = {SLOW: str(slow)}
+        with member(
+            made.first, home / "server.log", at, roots=roots, arguments=options, environment=environment
+        ) as server:
             server.client.headers["Authorization"] = f"Bearer {inference}"
-            yield Fleet(at, server, made.first, made.second, made.first, inference, home)
+            yield Fleet(at, server, made.first, made.second, made.first, inference, home, slow)

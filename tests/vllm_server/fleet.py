@@ -60,7 +60,7 @@ class Coordinator:
 @dataclass(slots=True)
 class Fleet:
     """One server under one coordinator, and the two checkpoints it goes between. `path`: what is live; `home`: a folder
-    that sources may lie under."""
+    that sources may lie under; `slow`: the file whose presence makes its steps slow (`tests.vllm_server.slow`)."""
 
     coordinator: Coordinator
     server: VllmServer
@@ -69,6 +69,7 @@ class Fleet:
     path: Path
     inference_key: str = ""
     home: Path = Path()
+    slow: Path | None = None
     steps: Iterator[int] = field(default_factory=lambda: count(1))
 
     @property
@@ -90,22 +91,39 @@ class Fleet:
 
     @contextmanager
     def committing(self, path: Path, **policy: Any) -> Iterator[Callable[[], dict[str, Any]]]:
-        """Staged and verified inside the block; what it is handed commits and returns the receipt."""
+        """Staged and verified inside the block; what it is handed commits and returns the receipt.
+
+        From then on steps are slow, until it is decided what becomes of the requests in flight: what begins in the
+        block is in flight when the server is paused.
+        """
         step, client = next(self.steps), self.coordinator.client
         body = {"version": step, "path": str(path), "policy": {**policy, "commit": "manual"}, "id": f"manual-{step}"}
         assert client.post("/v1/updates", json=body).status_code == 202
         at = f"/v1/updates/manual-{step}"
         until(lambda: self.coordinator.get(at)["phase"] == "ready", "the update is staged and verified")
 
+        undecided = ("ready",) if policy.get("in_flight", "drain") == "drain" else ("ready", "pausing")
+
         def commit() -> dict[str, Any]:
             assert client.post(f"{at}/commit").status_code == 202
+            until(lambda: self.coordinator.get(at)["phase"] not in undecided, "the replica is paused")
+            self._fast()
             until(lambda: self.coordinator.get(at)["receipt"] is not None, "the update ended")
             receipt: dict[str, Any] = self.coordinator.get(at)["receipt"]
             assert receipt["outcome"] == "committed", receipt
             self.path = path
             return receipt
 
-        yield commit
+        if self.slow is not None:
+            self.slow.touch()
+        try:
+            yield commit
+        finally:
+            self._fast()
+
+    def _fast(self) -> None:
+        if self.slow is not None:
+            self.slow.unlink(missing_ok=True)
 
     @contextmanager
     def stream(self, path: Path, transport: str = "shared_memory") -> Iterator[tuple[UpdateSession, Tensors]]:

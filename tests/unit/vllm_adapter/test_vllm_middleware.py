@@ -37,19 +37,19 @@ def made(reply: Reply, *sequences: tuple[Span, ...], cached: int = 0) -> None:
     part.cached_tokens = cached
 
 
-def ask(handler: Handler, body: Any = None, **request: Any) -> httpx.Response:
+def ask(handler: Handler, body: Any = None, *, path: str = "/v1/completions", **request: Any) -> httpx.Response:
     async def endpoint(found: Request) -> Response:
         return await handler(found, mine())
 
     app = VersionMiddleware(
-        Starlette(routes=[Route("/v1/completions", endpoint, methods=["POST"])]), lambda: "0-2", lambda v: f"d{v}"
+        Starlette(routes=[Route(path, endpoint, methods=["POST"])]), lambda: "0-2", lambda v: f"d{v}"
     )
 
     async def main() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://vllm") as client:
             options = request or {"json": {} if body is None else body}
-            return await asyncio.wait_for(client.post("/v1/completions", **options), 60)
+            return await asyncio.wait_for(client.post(path, **options), 60)
 
     return asyncio.run(main())
 
@@ -116,6 +116,70 @@ def test_a_reply_that_an_update_ended_says_so() -> None:
 
     said = ask(handler).json()["liveweights"]
     assert (said["reason"], said["retryable"], said["version"]) == ("aborted_by_update", True, "0-1")
+
+
+def event(**fields: Any) -> str:
+    return "data: " + json.dumps(fields, separators=(",", ":")) + "\n\n"
+
+
+DONE = "data: [DONE]\n\n"
+USAGE = event(id="cmpl-7", choices=[], usage={"completion_tokens": 0})
+
+
+@pytest.mark.parametrize("usage", ["", USAGE])
+def test_a_stream_that_an_update_ended_before_its_first_token_has_a_last_event(usage: str) -> None:
+    async def pieces() -> AsyncIterator[str]:
+        reply = mine()
+        for prompt in range(2):
+            reply.part(f"cmpl-{prompt}").sequences = {0: (), 1: ()}
+        reply.ended_by_update = True
+        # The second of four choices was ended, too, and vLLM says so.
+        yield event(id="cmpl", model="m", choices=[{"index": 1, "text": "a", "finish_reason": "abort"}])
+        yield usage + DONE
+
+    async def handler(_request: Request, _reply: Reply) -> Response:
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    lines = [line for line in ask(handler, {"model": "llama"}).text.split("\n\n") if line]
+    assert "".join(line + "\n\n" for line in lines[4:]) == usage + DONE
+    told = [json.loads(line.removeprefix("data: ")) for line in lines[:4]]
+    assert [each["choices"][0]["index"] for each in told] == [1, 0, 2, 3]
+    for each in told:
+        assert (each["id"], each["model"]) == ("cmpl", "m")
+        assert each["choices"][0]["finish_reason"] == "abort"
+        assert (each["liveweights"]["reason"], each["liveweights"]["retryable"]) == ("aborted_by_update", True)
+    assert told[1]["choices"][0]["text"] == ""
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_that_last_event_names_the_request_where_vllm_sent_nothing(path: str) -> None:
+    async def pieces() -> AsyncIterator[str]:
+        mine().part("cmpl-5")
+        mine().ended_by_update = True
+        yield DONE
+
+    async def handler(_request: Request, _reply: Reply) -> Response:
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    first, last = ask(handler, {"model": "llama"}, path=path).text.split("\n\n")[:2]
+    told = json.loads(first.removeprefix("data: "))
+    assert (told["id"], told["model"], last) == ("cmpl-5", "llama", DONE.strip())
+    (choice,) = told["choices"]
+    if path.endswith("/chat/completions"):
+        assert (told["object"], choice["delta"]) == ("chat.completion.chunk", {})
+    else:
+        assert (told["object"], choice["text"]) == ("text_completion", "")
+
+
+def test_a_stream_that_no_update_ended_gets_no_event_of_ours() -> None:
+    async def pieces() -> AsyncIterator[str]:
+        mine().part("cmpl-5")
+        yield USAGE + DONE
+
+    async def handler(_request: Request, _reply: Reply) -> Response:
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    assert ask(handler).text == USAGE + DONE
 
 
 def test_answers_of_routes_that_never_called_the_engine_pass_as_they_are() -> None:
