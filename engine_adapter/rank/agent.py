@@ -28,8 +28,8 @@ class RankAgent:
     Verbs of `STAGING_VERBS` belong on a thread of their own, the others on the control thread. Allocates and touches
     the spare at once. `clock`: monotonic seconds. `poison`: fill the spare with NaN before every staging; without it
     only where nobody promised digests, so that what a source never wrote is still seen. `tell(serial, bytes)`: hears
-    now and then, on whatever thread reads, how far a staging is. `host_spare`: see `Spare`; the engine then offers no
-    `flip`.
+    now and then, on whatever thread reads, how far a staging is. `awaited`: whether a staging verb waits for the one
+    that runs; an audit then ends. `host_spare`: see `Spare`; the engine then offers no `flip`.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class RankAgent:
         clock: Callable[[], float] = time.monotonic,
         poison: bool = False,
         tell: Callable[[int, int], None] = lambda _serial, _done: None,
+        awaited: Callable[[], bool] = lambda: False,
         host_spare: bool = False,
     ) -> None:
         parameters = engine.parameters()
@@ -47,7 +48,7 @@ class RankAgent:
         self._state = RankState(engine, spare, DerivedStates(engine.derived(), parameters), clock)
         self._transports = Transports()
         opener = open_source or self._transports.open
-        staging, installing = StagingHalf(self._state, opener, poison, tell), InstallHalf(self._state)
+        staging, installing = StagingHalf(self._state, opener, poison, tell, awaited), InstallHalf(self._state)
         self.cancel = staging.cancel
         self.plan, self.stage, self.verify = staging.plan, staging.stage, staging.verify
         self.check_previous, self.audit, self.digests = staging.check_previous, staging.audit, staging.digests

@@ -110,7 +110,7 @@ class RankProcess:
     def _build(self, request: Build) -> Hello:
         spec = request.spec
         engine = load_factory(request.factory)(spec)
-        self._engine, self._agent = engine, RankAgent(engine, tell=self._tell)
+        self._engine, self._agent = engine, RankAgent(engine, tell=self._tell, awaited=self.server.awaited)
         return hello_of(engine, spec)
 
     def _start(self, request: StartServing) -> None:

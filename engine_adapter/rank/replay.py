@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -20,12 +19,12 @@ from updater.core.errors import Aborted, Failure
 class Stop:
     """Whether long work should end: its update was cancelled, or its time is over (I9)."""
 
-    cancelled: threading.Event
+    cancelled: Callable[[], bool]
     deadline: float  # of `clock`
     clock: Callable[[], float]
 
     def __call__(self) -> bool:
-        return self.cancelled.is_set() or self.clock() >= self.deadline
+        return self.cancelled() or self.clock() >= self.deadline
 
     def check(self) -> None:
         """Raises `Aborted`: `client_abort` when cancelled, `phase_timeout` when late."""
@@ -33,7 +32,7 @@ class Stop:
             raise self.error()
 
     def error(self) -> Aborted:
-        if self.cancelled.is_set():
+        if self.cancelled():
             return Aborted(Failure("client_abort", "the update was dropped while this rank was at work"))
         return Aborted(Failure("phase_timeout", "the rank's time for this step is over"))
 

@@ -61,6 +61,10 @@ class RankServer:
         finally:
             self.stop()
 
+    def awaited(self) -> bool:
+        """Whether a staging verb waits for the one that runs."""
+        return not self._staging.empty()
+
     def stop(self) -> None:
         """No further call is read; what runs ends by itself."""
         self.stopping = True

@@ -40,12 +40,19 @@ _FOREVER = float("inf")
 class StagingHalf:
     """`poison`: fill the spare with NaN before every staging; without it only where nobody promised digests.
 
-    `tell(serial, bytes)` hears now and then how far a staging is.
+    `tell(serial, bytes)` hears now and then how far a staging is. `awaited`: whether another verb waits for the thread.
     """
 
-    def __init__(self, state: RankState, open_source: Opener, poison: bool, tell: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        state: RankState,
+        open_source: Opener,
+        poison: bool,
+        tell: Callable[[int, int], None],
+        awaited: Callable[[], bool],
+    ) -> None:
         self._state = state
-        self._tell = tell
+        self._tell, self._awaited = tell, awaited
         self._open_source = open_source
         self._poison = poison
         self._planning: tuple[int, threading.Event] | None = None
@@ -66,7 +73,7 @@ class StagingHalf:
             cancelled = threading.Event()
             if request.serial == state.discarded:  # it waited its turn and was overtaken (I6)
                 cancelled.set()
-                raise self._endless(cancelled).error()
+                raise self._endless(cancelled.is_set).error()
             state.drop_plan()
             self._planning = (request.serial, cancelled)
             try:
@@ -74,7 +81,7 @@ class StagingHalf:
                 plan.cancelled = cancelled
                 if cancelled.is_set():
                     plan.close()
-                    raise self._endless(cancelled).error()
+                    raise self._endless(cancelled.is_set).error()
                 state.plan = plan
             finally:
                 self._planning = None
@@ -157,7 +164,8 @@ class StagingHalf:
     def audit(self, request: RankAudit) -> RankAuditReply:
         """Digests `live` or `spare` again. A spare that differs is no way back any more.
 
-        Nobody waits for it: an install, restore or discard ends it, and it then has checked nothing.
+        Nobody waits for it: an install, restore or discard, or the next staging verb, ends it, and it then has checked
+        nothing.
         """
         state, stop = self._state, threading.Event()
         with state.staging:
@@ -168,7 +176,7 @@ class StagingHalf:
         if known is None:
             return RankAuditReply(0, ())
         try:
-            found = parameter_digests(tensors, self._endless(stop))
+            found = parameter_digests(tensors, self._endless(lambda: stop.is_set() or self._awaited()))
         except Aborted:
             return RankAuditReply(0, ())
         with state.staging:
@@ -186,11 +194,11 @@ class StagingHalf:
             return RankDigestsReply(tuple(NamedDigest(name, to_hex(value)) for name, value in found.items()))
 
     def _stop(self, plan: Plan, deadline_s: float) -> Stop:
-        return Stop(plan.cancelled, self._state.clock() + deadline_s, self._state.clock)
+        return Stop(plan.cancelled.is_set, self._state.clock() + deadline_s, self._state.clock)
 
-    def _endless(self, cancelled: threading.Event | None = None) -> Stop:
+    def _endless(self, cancelled: Callable[[], bool] = lambda: False) -> Stop:
         """For work over this rank's own memory, which ends by itself."""
-        return Stop(cancelled or threading.Event(), _FOREVER, self._state.clock)
+        return Stop(cancelled, _FOREVER, self._state.clock)
 
 
 def differing(found: Mapping[str, int], known: Mapping[str, int]) -> tuple[str, ...]:

@@ -154,4 +154,4 @@ def wrong_phase(message: str) -> Aborted:
 
 
 def _stop(cancelled: threading.Event, deadline_s: float) -> Stop:
-    return Stop(cancelled, time.monotonic() + deadline_s, time.monotonic)
+    return Stop(cancelled.is_set, time.monotonic() + deadline_s, time.monotonic)

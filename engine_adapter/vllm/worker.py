@@ -124,7 +124,7 @@ class WorkerRank:
     def _build(self, request: Build) -> Hello:
         spec = request.spec
         engine = self._engine = self.make_engine(spec)
-        self._agent = RankAgent(engine, tell=self._tell, host_spare=engine.host_spare)
+        self._agent = RankAgent(engine, tell=self._tell, awaited=self._awaited, host_spare=engine.host_spare)
         return hello_of(engine, spec)
 
     def _start(self, request: StartServing) -> None:
@@ -150,6 +150,9 @@ class WorkerRank:
         if self._engine is None:
             raise LiveweightsError(Failure("wrong_phase", "the rank is not built"))
         return self._engine
+
+    def _awaited(self) -> bool:
+        return self._server is not None and self._server.awaited()
 
     def _tell(self, serial: int, done: int) -> None:
         if self._server is not None:

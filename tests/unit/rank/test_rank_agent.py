@@ -633,6 +633,19 @@ def test_audit_of_both_sides() -> None:
     assert rank.state[0] == "empty"
 
 
+def test_an_audit_ends_when_another_verb_waits_for_its_thread() -> None:
+    waits = False
+    rank = Rank(awaited=lambda: waits)
+    rank.update()
+    rank.engine.bound["b"][0] += 1
+    waits = True
+    for what in ("live", "spare"):
+        found = rank.agent.audit(RankAudit(what))
+        assert (found.checked, found.mismatched) == (0, ())
+    waits = False
+    assert rank.agent.audit(RankAudit("live")).mismatched == ("b",)
+
+
 def test_digests_are_those_of_the_live_parameters() -> None:
     rank = Rank()
     rank.update()
