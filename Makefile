@@ -5,7 +5,7 @@
 #   make test    check + engine tests + slow tests + coverage of the core + wheel smoke test + vllm
 #   make vllm    tests against stock vLLM, CPU build, in an environment of its own; skipped where there is no such build
 #   make bench   the benchmarks (writes bench-report.json)
-#   make soak    property tests with new examples, SOAK times (default 20)
+#   make soak    property tests with new examples, SOAK times (default 20); every model against vLLM in both dtypes
 #
 # torch: constraints.txt pins the plain release. Where pip takes it from the default index this is the CUDA build, several
 # gigabytes with its libraries; on a machine without a GPU install the CPU build of the same version into .venv first
@@ -101,6 +101,9 @@ SOAK ?= 20
 soak: $(STAMP)
 	set -e; for round in $$(seq $(SOAK)); do \
 	    LIVEWEIGHTS_EXAMPLES=soak $(PYTEST) tests/property tests/unit/placement -q -n 2; done
+	@if $(MAKE) --no-print-directory $(VLLM_STAMP) > /dev/null 2>&1; then \
+	    LIVEWEIGHTS_EXAMPLES=soak $(VLLM_BIN)/python -m pytest -m vllm tests/vllm_server/test_models.py -q; \
+	else echo "no vLLM here: its models are left out"; fi
 
 bench: $(STAMP)
 	rm -f bench-report.json

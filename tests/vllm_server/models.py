@@ -28,7 +28,9 @@ SHAPES: dict[str, ModelShape] = {
     "tied": ModelShape(hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=256, tied=True),
     "odd": _ONE_KV_HEAD,
     "qwen2": ModelShape("qwen2", hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=256),
+    "qwen2-tied": ModelShape("qwen2", hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=256, tied=True),
     "mixtral": ModelShape("mixtral", hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=256),
+    "mixtral-tied": ModelShape("mixtral", hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=256, tied=True),
 }
 #: Longer than the most positions back that a token of these models depends on; of several lengths.
 PROMPTS = (

@@ -1,4 +1,4 @@
-"""The ground that the other tests here stand on: checkpoints, and a server that is stock vLLM."""
+"""The ground that the other tests here stand on: checkpoints, and a server that is vLLM."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 from safetensors import safe_open
 
 from engine_adapter.models import SAFE_MARGIN, encode, longest_offset, reference_tokens
+from tests.vllm_server.fleet import Fleet
 from tests.vllm_server.models import PROMPTS, SHAPES, Checkpoints
-from tests.vllm_server.server import Left, StartFailed, Starts, members, reserved_port, running, serve, wait_ready
+from tests.vllm_server.server import Left, StartFailed, Starts, members, reserved_port, running, wait_ready
 
 TOKENS = 32
 
@@ -55,22 +56,20 @@ def contents(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 
-def test_stock_server_says_what_transformers_says(checkpoints: Callable[..., Checkpoints], tmp_path: Path) -> None:
-    model = checkpoints("llama").first
-    with serve(model, tmp_path / "server.log") as server:
-        for prompt in PROMPTS:
-            expected = reference_tokens(model, encode(prompt), TOKENS).tokens
-            whole, parts = server.complete(prompt, TOKENS), server.complete_streaming(encode(prompt), TOKENS)
-            assert whole.tokens == parts.tokens == expected
-            assert whole.text == parts.text
-        chat = server.chat(PROMPTS[0], TOKENS)
-        assert chat.tokens == reference_tokens(model, encode(PROMPTS[0] + "\n"), TOKENS).tokens
-        with pytest.raises(httpx.HTTPStatusError):
-            list(server.stream(PROMPTS[0], TOKENS, model="another"))
-        group = server.group
-        assert server.processes()[0].pid == group
-        assert len(server.processes()) >= 3  # API server, engine core, worker
-    assert members(group) == []
+def test_a_server_says_what_transformers_says(llama_fleet: Fleet) -> None:
+    fleet, server = llama_fleet, llama_fleet.server
+    fleet.publish(fleet.first)
+    for prompt in PROMPTS:
+        expected = reference_tokens(fleet.first, encode(prompt), TOKENS).tokens
+        whole, parts = server.complete(prompt, TOKENS), server.complete_streaming(encode(prompt), TOKENS)
+        assert whole.tokens == parts.tokens == expected
+        assert whole.text == parts.text
+    chat = server.chat(PROMPTS[0], TOKENS)
+    assert chat.tokens == reference_tokens(fleet.first, encode(PROMPTS[0] + "\n"), TOKENS).tokens
+    with pytest.raises(httpx.HTTPStatusError):
+        list(server.stream(PROMPTS[0], TOKENS, model="another"))
+    assert server.processes()[0].pid == server.group
+    assert len(server.processes()) >= 3  # API server, engine core, worker
 
 
 def test_a_server_that_ends_before_it_is_ready_shows_its_log(tmp_path: Path) -> None:
