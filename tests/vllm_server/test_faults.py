@@ -47,6 +47,12 @@ class Faulty(Fleet):
         found: dict[str, Any] = self.coordinator.get("/v1/fleet")["members"][0]
         return found
 
+    def ask_workers(self, method: str, **named: Any) -> list[Any]:
+        """vLLM's own call of all its workers, in dev mode."""
+        answer = self.server.client.post("/collective_rpc", json={"method": method, "kwargs": named})
+        found: list[Any] = answer.raise_for_status().json()["results"]
+        return found
+
     def ready(self) -> bool:
         return self.server.client.get("/readyz").status_code == 200
 
@@ -65,7 +71,7 @@ def at(made: tuple[Checkpoints, Path]) -> Iterator[Coordinator]:
 
 @pytest.fixture(scope="module")
 def shared(made: tuple[Checkpoints, Path], at: Coordinator) -> Iterator[Faulty]:
-    """Dev mode only so that the engine can be put to sleep."""
+    """Dev mode only so that the engine can be put to sleep, and its workers be called beside us."""
     models, home = made
     environment = {ORDERS: str(home / "faults"), "VLLM_SERVER_DEV_MODE": "1"}
     with member(
@@ -106,7 +112,7 @@ def test_a_trainers_stream_reaches_both_ranks(fleet: Faulty, transport: str) -> 
 def test_one_rank_that_fails_before_the_decision_leaves_the_old_version_serving(
     fleet: Faulty, verb: str, rank: int
 ) -> None:
-    """The ranks stay in step: neither flags nor replies of one are left behind for the next call."""
+    """Nor do the ranks' states diverge, as flags do that only some of them reset: the next update goes through."""
     before = fleet.path
     fleet.order(f"raise:before:{verb}:{rank}")
     problem = fleet.publish(fleet.other, expect=424)
@@ -115,6 +121,20 @@ def test_one_rank_that_fails_before_the_decision_leaves_the_old_version_serving(
     assert fleet.ready()
     assert fleet.serves(before)
     fleet.order()
+    fleet.publish(fleet.other)
+    assert fleet.serves(fleet.path)
+
+
+def test_a_call_that_fails_on_one_rank_leaves_no_reply_behind_for_the_next_call(fleet: Faulty) -> None:
+    """vLLM's executor stops reading at the first rank that raises, and gives its later callers what the others said."""
+    fleet.order("raise:before:stand:0")
+    fleet.publish(fleet.other, expect=424)
+    fleet.order()
+    for _ in range(2):
+        refused = fleet.ask_workers("liveweights_attach", address=str(fleet.home / "nobody"), token="none")
+        assert [(reply["rank"], reply["ok"]) for reply in refused] == [(0, False), (1, False)]
+        assert all("FileNotFoundError" in reply["error"] for reply in refused)
+        assert fleet.ask_workers("check_health") == [None, None]
     fleet.publish(fleet.other)
     assert fleet.serves(fleet.path)
 
