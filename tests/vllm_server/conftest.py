@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,3 +86,19 @@ def llama_fleet(checkpoints: Callable[..., Checkpoints], tmp_path_factory: pytes
         ) as server:
             server.client.headers["Authorization"] = f"Bearer {inference}"
             yield Fleet(at, server, made.first, made.second, made.first, inference, home, slow)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One rank by itself, as far as vLLM's layers ask."""
+    distributed: Any = import_module("vllm.distributed")
+    configs: Any = import_module("vllm.config")
+    meeting = tmp_path_factory.mktemp("meeting") / "store"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HF_HUB_OFFLINE", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_CI_ENV"):
+            patch.setenv(name, "1")
+        with configs.set_current_vllm_config(configs.VllmConfig()):
+            distributed.init_distributed_environment(1, 0, f"file://{meeting}", 0, backend="gloo")
+            distributed.ensure_model_parallel_initialized(1, 1)
+        yield
+        distributed.cleanup_dist_env_and_memory()

@@ -26,6 +26,11 @@ from updater.security import ADMIN_ENV
 Tensors = dict[str, torch.Tensor]
 
 PREFIX = "/v1/liveweights"
+#: The one worker inside the engine core's process, as vLLM has it on a GPU; on CPU it wants to be told.
+IN_CORE: dict[str, Any] = {
+    "arguments": ("--distributed-executor-backend", "uni"),
+    "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+}
 _ENGINE = ("--worker-extension-cls", "engine_adapter.vllm.worker.LiveweightsWorker")
 
 

@@ -1,7 +1,7 @@
 """Model families at TP=1 and TP=2: published, rolled back, and compared with engines that started on the same bytes.
 
 At TP=1 an engine starts on the first checkpoint and is updated to the second, at TP=2 the other way round: each start
-is the other's reference.
+is the other's reference. At TP=1 the worker is the engine core's own process, as on a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine_adapter.models import encode, reference_tokens
-from tests.vllm_server.fleet import Fleet, coordinator, member
+from tests.vllm_server.fleet import IN_CORE, Fleet, coordinator, member
 from tests.vllm_server.models import PROMPTS, SHAPES, Checkpoints
 from tests.vllm_server.server import SOAKING
 
@@ -57,8 +57,13 @@ def test_commit_and_rollback_give_the_tokens_of_engines_that_started_so(
     roots = [models.first.parent]
     with coordinator(tmp_path / "coordinator", roots) as at:
         log = tmp_path / "server.log"
-        with member(versions[start], log, at, roots=roots, ranks=ranks, dtype=dtype) as server:
+        where = IN_CORE if ranks == 1 else {}
+        with member(versions[start], log, at, roots=roots, ranks=ranks, dtype=dtype, **where) as server:
             fleet = Fleet(at, server, models.first, models.second, versions[start])
+            names = {process.pid: process.name() for process in server.processes()}
+            (held,) = at.get("/v1/fleet")["members"]
+            in_core = [names[rank["pid"]].startswith("VLLM::EngineCor") for rank in held["ranks"]]
+            assert in_core == [ranks == 1] * ranks
             assert same(look(fleet), seen, (name, dtype, start), versions[start])
             receipt = fleet.publish(versions[other])
             assert (receipt["install"], receipt["tensors_changed"] > 0) == ("flip", True)

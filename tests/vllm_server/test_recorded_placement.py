@@ -56,22 +56,6 @@ class OneOf:
     world_size: int
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One rank by itself, as far as vLLM's layers ask."""
-    distributed: Any = import_module("vllm.distributed")
-    configs: Any = import_module("vllm.config")
-    meeting = tmp_path_factory.mktemp("meeting") / "store"
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("HF_HUB_OFFLINE", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_CI_ENV"):
-            patch.setenv(name, "1")
-        with configs.set_current_vllm_config(configs.VllmConfig()):
-            distributed.init_distributed_environment(1, 0, f"file://{meeting}", 0, backend="gloo")
-            distributed.ensure_model_parallel_initialized(1, 1)
-        yield
-        distributed.cleanup_dist_env_and_memory()
-
-
 @contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
     state: Any = import_module("vllm.distributed.parallel_state")
