@@ -39,6 +39,8 @@ CLIENT_CALLS = (
 _CONFIG = "vllm.config.CompilationConfig"
 _LAYERS = "vllm.model_executor.layers"
 _LINEAR = "UnquantizedLinearMethod"
+_COMPRESSED = f"{_LAYERS}.quantization.compressed_tensors"
+_INT8 = "vllm.model_executor.kernels.linear.scaled_mm.cpu.CPUInt8ScaledMMLinearKernel"
 
 #: name -> why. A test holds this list and the code together.
 NAMES = {
@@ -67,6 +69,11 @@ NAMES = {
     f"{_LAYERS}.linear.{_LINEAR}": "packs a linear's weight on CPU (docs/vllm-layers.md, as for all below)",
     f"{_LAYERS}.vocab_parallel_embedding.UnquantizedEmbeddingMethod": "packs a head's weight on CPU",
     f"{_LAYERS}.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": "packs experts on CPU",
+    f"{_COMPRESSED}.compressed_tensors.CompressedTensorsLinearMethod": "hands a linear's weight to its scheme",
+    f"{_COMPRESSED}.compressed_tensors.CompressedTensorsKVCacheMethod": "replaces scales of attention by constants",
+    f"{_COMPRESSED}.schemes.compressed_tensors_w8a8_int8.CompressedTensorsW8A8Int8": "holds a linear's int8 kernel",
+    _INT8: "packs int8 on CPU, for torch's default dtype: the build gives it the model's, on its own thread",
+    f"{_INT8}.dnnl_handler": "whether it packed for oneDNN; swapped with its scheme at an install",
     f"{_LAYERS}.attention.attention.Attention": "its hook after a load computes nothing from weights",
     "vllm.v1.attention.backend.AttentionImplBase": "its empty hook says that a backend computes nothing",
     "vllm._custom_ops.CPUDNNLGEMMHandler": "an opaque kernel: two of them are compared by what they compute",

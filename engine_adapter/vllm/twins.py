@@ -56,13 +56,15 @@ def processed_layers(model: nn.Module, vllm_config: Any, fresh: nn.Module) -> Pr
     load_start(twins[0], vllm_config)
     names = _canonical_names(twins[0])
     start = {name: parameter.data for name, parameter in twins[0].named_parameters(remove_duplicate=False)}
-    layers = [ProcessedLayer(name, model, twins, method, names) for name, method in methods.items()]
+    dtype = vllm_config.model_config.dtype
+    layers = [ProcessedLayer(name, model, twins, method, names, dtype) for name, method in methods.items()]
     failures = [failure for layer in layers for failure in layer.prove(start)]
     packed = [layer for layer in layers if layer.packed]
     failures += shared(layers) + _compiled(packed, vllm_config)
     if failures:
         raise Rejected(*failures)
     raw = {name: _held(name, start[name]) for layer in packed for name in layer.raw}
+    raw |= {name: _held(name, tensor) for layer in packed for name, tensor in layer.replaced.items()}
     return ProcessedLayers(raw, tuple(layer.derived() for layer in packed))
 
 
@@ -106,6 +108,8 @@ def _methods(model: nn.Module) -> dict[str, Method]:
         method = getattr(module, "quant_method", None)
         if method is not None and qualified(type(method)) in METHODS:
             found[name] = METHODS[qualified(type(method))]
+            if what := found[name].untested(module):
+                failures.append(Failure("placement_refused", f"{what}: never tested: docs/vllm-layers.md", tensor=name))
         elif hasattr(method, "process_weights_after_loading"):
             why = f"layers of {qualified(type(method))} were never tested: docs/vllm-layers.md"
             failures.append(Failure("placement_refused", why, tensor=name))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from engine_adapter.vllm.twins_equal import Comparison, is_code, same_bytes
+from engine_adapter.vllm.twins_packing import PackedFor
 from engine_adapter.vllm.twins_table import Method
 
 #: Names of the parameters and of the attributes that a state consists of.
@@ -22,7 +23,8 @@ _TREE = ("_parameters", "_buffers", "_modules")
 class LayerState:
     """What is installed together. `parameters`: data of processed parameters, None for one that was dropped.
 
-    `attributes`: everything else that processing made, by attribute of the layer. `twin`: whose objects these are.
+    `attributes`: everything else that processing made, by attribute of the layer, also as a parameter that no
+    checkpoint feeds. `twin`: whose objects these are.
     """
 
     parameters: Mapping[str, torch.Tensor | None]
@@ -52,8 +54,9 @@ class LayerTwin:
     was handed out belong to whoever holds it, until `build` is called again.
     """
 
-    def __init__(self, index: int, layer: nn.Module, method: Method) -> None:
-        self.layer, self._index, self._method = layer, index, method
+    def __init__(self, index: int, layer: nn.Module, method: Method, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype`: of the model, which vLLM makes torch's default while it loads one."""
+        self.layer, self._index, self._method, self._dtype = layer, index, method, dtype
         for key, parameter in layer._parameters.items():
             if parameter is not None:
                 layer._parameters[key] = _like(parameter, torch.empty_like(parameter, device="meta"))
@@ -72,18 +75,27 @@ class LayerTwin:
             fed[key] = (parameter, tensor)
         before = attributes_of(self.layer)
         with torch.no_grad():
-            _process(self.layer)
+            self._process()
         return self._harvest(before, fed)
+
+    def _process(self) -> None:
+        if not self._method.packs_by_default_dtype:
+            _process(self.layer)
+            return
+        with PackedFor(self._dtype) as packing:
+            _process(self.layer)
+        if not packing.made:
+            raise ValueError("vLLM packed it in another way than the one that was tested")
 
     def _harvest(self, before: Mapping[str, Any], fed: Mapping[str, tuple[nn.Parameter, torch.Tensor]]) -> LayerState:
         parameters: dict[str, torch.Tensor | None] = {}
-        for key, parameter in self.layer._parameters.items():
-            given, tensor = fed.get(key, (None, None))
-            if parameter is given and (parameter is None or tensor is None or same_bytes(parameter.data, tensor)):
-                continue
-            parameters[key] = None if parameter is None else parameter.data
+        for key, (given, tensor) in fed.items():
+            held = self.layer._parameters.get(key)
+            if held is not given or key in self._method.aliased or not same_bytes(given.data, tensor):
+                parameters[key] = None if held is None else held.data
+        made = {k: p.data for k, p in self.layer._parameters.items() if p is not None and k not in fed}
         after = attributes_of(self.layer)
-        made = {key: value for key, value in after.items() if key not in before or value is not before[key]}
+        made |= {key: value for key, value in after.items() if key not in before or value is not before[key]}
         made |= {key: after[key] for key in self._method.carried}
         self._reset(self._pristine[:1])  # the copies that processing left as they were are nobody's
         return LayerState(parameters, made, self._index)
@@ -102,9 +114,16 @@ class LiveLayer:
     """The layer that serves. `current`: the state that it reads."""
 
     def __init__(self, layer: nn.Module, like: LayerState) -> None:
-        """`like`: a state of its twin, which says what belongs to one. Raises KeyError where the layer lacks some."""
+        """`like`: a state of its twin, which says what belongs to one. Raises KeyError where the layer lacks some.
+
+        Parameters that processing made become plain attributes: nobody is to look for them in a checkpoint.
+        """
+        parameters = {key: layer._parameters.get(key) for key in like.parameters}
+        for key in like.attributes:
+            if (held := layer._parameters.get(key)) is not None:
+                del layer._parameters[key]
+                setattr(layer, key, held.data)
         attributes = attributes_of(layer)
-        parameters = {key: layer._parameters[key] for key in like.parameters}
         self._layer = layer
         self.current = LayerState(
             {key: None if held is None else held.data for key, held in parameters.items()},
@@ -114,7 +133,7 @@ class LiveLayer:
     def bind(self, state: LayerState) -> None:
         """May be repeated. Parameter objects stay and get new data; other attributes are replaced."""
         for key, data in state.parameters.items():
-            held = self._layer._parameters[key]
+            held = self._layer._parameters.get(key)
             if held is not None and data is not None:
                 held.data = data
         for key, value in state.attributes.items():
