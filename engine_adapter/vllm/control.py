@@ -67,16 +67,17 @@ class EngineControl:
 
     async def reset_caches(self, deadline_s: float) -> dict[str, bool]:
         """While paused: every tier -> really empty. What runs is put back to be computed anew."""
-        cleared, _, _ = await self._within(
-            asyncio.gather(
-                self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
-                self._client.reset_mm_cache(),
-                self._client.reset_encoder_cache(),
-            ),
-            "reset of the caches",
-            deadline_s,
+        prefix = self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        cleared, others = await self._within(
+            asyncio.gather(prefix, self.reset_encodings(deadline_s)), "reset of the caches", deadline_s
         )
-        return {"prefix": bool(cleared), "multimodal": True, "encoder": True}
+        return {"prefix": bool(cleared), **others}
+
+    async def reset_encodings(self, deadline_s: float) -> dict[str, bool]:
+        """The tiers whose keys name an input alone, so that no namespace keeps versions apart in them."""
+        both = asyncio.gather(self._client.reset_mm_cache(), self._client.reset_encoder_cache())
+        await self._within(both, "reset of the encoders' caches", deadline_s)
+        return {"multimodal": True, "encoder": True}
 
     async def abort(self, request_id: str) -> None:
         await self._client.abort(request_id)

@@ -11,10 +11,13 @@ import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from engine_adapter.replica.door import Door, Limits
-from engine_adapter.vllm.replies import Part, Reply, current_reply
+from engine_adapter.vllm.call import Call
+from engine_adapter.vllm.namespaces import Namespaces
+from engine_adapter.vllm.replies import Part, Reply, current_reply, is_empty, is_pooled, was_aborted
 from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable, refuse
 from updater.core.policy import CachePolicy, InFlight
 
@@ -29,8 +32,10 @@ class _Ticket:
     request_id: str
     reply: Reply
     version: str  # at dispatch
+    call: Call | None = None
     spans: bool = False  # whether it may go through a switch of versions
     ending: bool = False  # the engine was told to end it
+    for_update: bool = False  # by an update
 
 
 class VllmGate:
@@ -45,7 +50,10 @@ class VllmGate:
         self._running: set[_Ticket] = set()
         self._changed = asyncio.Event()
         self._aborting: set[asyncio.Future[None]] = set()
-        self.namespace = ""  # goes into the key of every block that new requests cache
+        self._namespaces = Namespaces()
+        self._label = ""  # of what the engine computes with
+        self._goes_on = False  # whether requests live through the switch that is under way
+        self._open_to: frozenset[str] = frozenset()  # versions whose unfinished replies may go on under this one
         self.mixed = 0
 
     @property
@@ -65,6 +73,11 @@ class VllmGate:
     def waiting(self) -> int:
         return self._door.waiting
 
+    @property
+    def namespace(self) -> str:
+        """Goes into the key of every block that new requests cache."""
+        return self._namespaces.current
+
     # --- calls of vLLM's routes
 
     def gating(self, original: Generate) -> Generate:
@@ -79,7 +92,8 @@ class VllmGate:
                 bound.arguments["prompt"] = self._salted(prompt)
                 return original(*bound.args, **bound.kwargs)
 
-            return self._gated(bound.arguments["request_id"], dispatch)
+            wanted = getattr(bound.arguments.get("sampling_params"), "n", None) or 1
+            return self._gated(bound.arguments["request_id"], wanted, dispatch)
 
         return call
 
@@ -97,55 +111,81 @@ class VllmGate:
         own = prompt.get("cache_salt")
         return {**prompt, "cache_salt": f"{own}/{self.namespace}" if own else self.namespace}
 
-    def _gated(self, request_id: str, call: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
+    def _gated(
+        self, request_id: str, sequences: int, call: Callable[[], AsyncGenerator[Any, None]]
+    ) -> AsyncGenerator[Any, None]:
         reply = current_reply.get() or Reply()
-        return self._run(request_id, reply, reply.part(request_id), call)
+        return self._run(request_id, reply, reply.part(request_id, sequences), call)
 
     async def _run(
         self, request_id: str, reply: Reply, part: Part, call: Callable[[], AsyncGenerator[Any, None]]
     ) -> AsyncGenerator[Any, None]:
         try:
             await self._door.enter(reply.wanted)
+            self._check_whole(reply)
             generation = call()
         except LiveweightsError as error:
             reply.failure = error
             raise
         ticket = _Ticket(request_id, reply, self.version)
+        ticket.call = Call(generation, partial(self._note, ticket, part), partial(self._over, ticket))
         self._running.add(ticket)
-        try:
-            async with aclosing(generation) as outputs:
-                async for output in outputs:
-                    self._note(ticket, part, output)
-                    if ticket.ending and not output.finished:
-                        self._end(ticket)  # it was told before the engine knew the request
-                    yield output
-        finally:
-            self._running.discard(ticket)
-            self._changed.set()
+        async with aclosing(ticket.call.read()) as outputs:
+            async for output in outputs:
+                yield output
+
+    def _check_whole(self, reply: Reply) -> None:
+        """A reply of several calls (prompts, steps of a beam search) is of one version, as a reply of one call is.
+
+        Raises Unavailable (`aborted_by_update`).
+        """
+        reply.version = reply.version or self.version
+        if reply.version != self.version and (reply.is_beam_search or reply.version not in self._open_to):
+            message = f"a reply that {reply.version} began would go on with {self.version}"
+            raise Unavailable(Failure("aborted_by_update", message), live_version=self.version)
+
+    def _over(self, ticket: _Ticket) -> None:
+        self._running.discard(ticket)
+        self._changed.set()
 
     def _note(self, ticket: _Ticket, part: Part, output: Any) -> None:
-        """Raises Unavailable where a reply would mix versions without leave: it is not answered as if nothing were
-        wrong."""
+        """Raises Unavailable for what must not be answered as if nothing were wrong: a reply that mixes versions
+        without leave, and one without anything in it.
+        """
         part.take(output, ticket.version)
-        if output.finished and not ticket.spans and part.versions - {ticket.version}:
+        if not output.finished:
+            if ticket.ending:
+                self._end(ticket)  # it was told before the engine knew the request
+            return
+        if not ticket.spans and part.versions - {ticket.version}:
             self.mixed += 1
-            message = f"tokens of {sorted(part.versions)} in a reply of {ticket.version!r}"
-            ticket.reply.failure = Unavailable(Failure("internal", message))
-            raise ticket.reply.failure
+            self._fail(ticket, "internal", f"tokens of {sorted(part.versions)} in a reply of {ticket.version!r}")
+        if not is_pooled(output):
+            ticket.reply.ended_by_update |= ticket.for_update and was_aborted(output)
+        elif ticket.for_update and is_empty(output):
+            self._fail(ticket, "aborted_by_update", "an update ended it")
+        elif self._label and ticket.version != self._label:
+            self._fail(ticket, "aborted_by_update", f"{ticket.version} or {self._label} may have computed it")
+
+    def _fail(self, ticket: _Ticket, code: str, message: str) -> None:
+        ticket.reply.failure = Unavailable(Failure(code, message), live_version=self.version or None)
+        raise ticket.reply.failure
 
     # --- the front
 
     def close(self, mode: InFlight, pending: str) -> tuple[int, int]:
         self._door.close(pending)
-        if mode in (InFlight.KEEP, InFlight.RECOMPUTE):
-            for ticket in self._running:
-                ticket.spans = True
-            return (0, len(self._running) if mode is InFlight.RECOMPUTE else 0)
-        if mode is InFlight.DRAIN:
-            return (0, 0)
+        self._goes_on = mode in (InFlight.KEEP, InFlight.RECOMPUTE)
         for ticket in self._running:
-            self._end(ticket)
-        return (len(self._running), 0)
+            if self._goes_on:
+                ticket.spans = True
+            elif ticket.call is not None:
+                ticket.call.detach()  # whether the engine has ended it must not depend on who reads the reply
+        if mode is InFlight.ABORT:
+            for ticket in self._running:
+                self._end_for_update(ticket)
+        running = len(self._running)
+        return (running if mode is InFlight.ABORT else 0, running if mode is InFlight.RECOMPUTE else 0)
 
     async def quiesce(self, mode: InFlight, deadline_s: float) -> None:
         """Until the engine works on nothing, unless the mode keeps it there. Raises Aborted (`quiesce_timeout`)."""
@@ -164,15 +204,19 @@ class VllmGate:
         """The engine is about to run on `version`: end what asked for exactly another one."""
         for ticket in self._running:
             if not ticket.reply.wanted.accepts(version):
-                self._end(ticket)
+                self._end_for_update(ticket)
 
     def relabelled(self, version: str, digest: str, cache: CachePolicy) -> None:
         """Where bytes and labels change: so does the namespace of new blocks, unless the policy keeps it."""
-        if cache is not CachePolicy.KEEP:
-            self.namespace = f"{version}:{digest}"
+        self._label = version
+        self._namespaces.switch(f"{version}:{digest}", keep=cache is CachePolicy.KEEP, shared=self._goes_on)
 
     def open(self, version: str) -> None:
+        before = self.version
         if self._door.open(version):
+            if version != before:
+                self._open_to = self._open_to | {before} if self._goes_on else frozenset()
+            self._goes_on = False
             self.before_switch(version)
             self._door.wake()
 
@@ -186,9 +230,13 @@ class VllmGate:
     def mend(self) -> None:
         self._door.mend()
 
+    def _end_for_update(self, ticket: _Ticket) -> None:
+        ticket.for_update = True
+        self._end(ticket)
+
     def _end(self, ticket: _Ticket) -> None:
         """It is over at the engine soon, with what it has made until then."""
-        ticket.ending = ticket.reply.ended_by_update = True
+        ticket.ending = True
         task = asyncio.ensure_future(self._abort(ticket.request_id))
         self._aborting.add(task)
         task.add_done_callback(self._ended)

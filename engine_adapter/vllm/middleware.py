@@ -16,7 +16,7 @@ from engine_adapter.vllm.events import EventStream, plain
 from engine_adapter.vllm.replies import Reply, current_reply
 from updater.core.errors import LiveweightsError, refuse
 from updater.core.version import Version
-from updater.http import problem, replay_body
+from updater.http import problem, problem_body, replay_body
 
 _WISHES = ("min_version", "exact_version")
 
@@ -50,7 +50,7 @@ class VersionMiddleware:
     async def _with_wish(self, scope: Scope, receive: Receive, reply: Reply) -> Receive:
         """Takes `liveweights` out of a JSON body. Raises Rejected for a wish that cannot be read."""
         kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-        if b"json" not in kind:
+        if b"json" not in kind.lower():
             return receive
         body = await _whole(receive)
         if body is None:
@@ -110,7 +110,7 @@ class _Answer:
         self._started = self._over = False
         self._kind = b""
         self._held = b""
-        self._stream = EventStream(reply, scope["path"], self._add_versions)
+        self._stream = EventStream(reply, scope["path"], self._add_versions, self._told)
 
     async def send(self, message: Message) -> None:
         if self._over:
@@ -133,9 +133,17 @@ class _Answer:
         if self._started or self._over or error is None:
             return
         self._over = True
+        await problem(self._placed(error))(self._scope, self._receive, self._send)
+
+    def _told(self, error: LiveweightsError) -> dict[str, Any]:
+        """As an event of a stream that has begun: a problem document with the message where OpenAI's clients look."""
+        document = problem_body(self._placed(error))
+        return {"message": document["detail"], "type": document["code"]} | document
+
+    def _placed(self, error: LiveweightsError) -> LiveweightsError:
         if error.live_version is None:
             error.live_version = self._live() or None
-        await problem(error)(self._scope, self._receive, self._send)
+        return error
 
     async def _body(self, body: bytes, more: bool) -> None:
         if not self._reply.parts:
@@ -176,18 +184,21 @@ class _Answer:
             choice["liveweights"] = {"spans": _listed(self._reply.spans_of(choice.get("index", 0)))}
         first = choices[0].get("index", 0) if choices else 0
         document["liveweights"] = self._versions(self._reply.spans_of(first))
+        if self._reply.ended_by_update and (not choices or any(_cut_short(choice) for choice in choices)):
+            document["liveweights"] |= {"reason": "aborted_by_update", "retryable": True}
         self._add_cached(document.get("usage"))
 
     def _versions(self, spans: tuple[Span, ...]) -> dict[str, Any]:
-        version = spans[-1].version if spans else self._live()
-        found: dict[str, Any] = {"version": version, "digest": self._digest_of(version), "spans": _listed(spans)}
-        if self._reply.ended_by_update:
-            found |= {"reason": "aborted_by_update", "retryable": True}
-        return found
+        version = spans[-1].version if spans else self._reply.version or self._live()
+        return {"version": version, "digest": self._digest_of(version), "spans": _listed(spans)}
 
     def _add_cached(self, usage: Any) -> None:
         if isinstance(usage, dict) and not usage.get("prompt_tokens_details"):
             usage["prompt_tokens_details"] = {"cached_tokens": sum(part.cached_tokens for part in self._reply.parts)}
+
+
+def _cut_short(choice: dict[str, Any]) -> bool:
+    return choice.get("finish_reason") == "abort"
 
 
 def _listed(spans: tuple[Span, ...]) -> list[dict[str, Any]]:

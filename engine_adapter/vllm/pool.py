@@ -33,6 +33,7 @@ from updater.core.policy import CachePolicy
 
 _FACTORY = "engine_adapter.vllm.engine:VllmRankEngine"
 _HELLO_S = 30.0
+_LONGEST_FOLDER = 64
 
 
 class AttachedPool:
@@ -82,7 +83,8 @@ class AttachedPool:
             else:
                 arrived.put_nowait((attach, FrontChannel(reader, writer)))
 
-        with tempfile.TemporaryDirectory(prefix="liveweights-vllm-") as folder:  # only its owner may enter
+        # Only its owner may enter the folder.
+        with tempfile.TemporaryDirectory(prefix="liveweights-vllm-", dir=_folder_of_sockets()) as folder:
             address = str(Path(folder) / "ranks.sock")
             server = await asyncio.start_unix_server(greet, address)
             try:
@@ -134,9 +136,10 @@ class AttachedPool:
 
     async def _invalidate(self, request: RankInvalidate, deadline_s: float) -> list[Any]:
         replies: list[RankInvalidateReply] = await self._calls.call("invalidate", request, deadline_s=deadline_s)
-        if request.cache is not CachePolicy.RESET:
+        if request.cache is CachePolicy.KEEP:
             return replies
-        cleared = await self._control.reset_caches(deadline_s)
+        resets = request.cache is CachePolicy.RESET
+        cleared = await (self._control.reset_caches if resets else self._control.reset_encodings)(deadline_s)
         tiers = tuple(CacheTier(name, done) for name, done in cleared.items())
         return [replace(replies[0], tiers=replies[0].tiers + tiers), *replies[1:]]
 
@@ -161,6 +164,11 @@ class AttachedPool:
         failure = Failure("rank_died", why, rank=line.rank)
         if line.die(failure) and not self._stopping:
             self._on_death(failure)
+
+
+def _folder_of_sockets() -> str | None:
+    """The usual place of temporary files, unless its path alone nearly fills the 108 bytes of a socket's address."""
+    return None if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_FOLDER else "/tmp"
 
 
 def _lines(found: list[tuple[Attach, FrontChannel]]) -> list[RankLine]:

@@ -19,7 +19,7 @@ from engine_adapter.vllm.pool import AttachedPool
 from engine_adapter.vllm.private import check_server, choose_mode, installed_version, model_folder
 from engine_adapter.vllm.reloading import ReloadControl, ReloadRanks, make_hellos
 from engine_adapter.vllm.settings import Mode
-from updater.core.errors import LiveweightsError
+from updater.core.errors import Failure, LiveweightsError
 
 _log = logging.getLogger("liveweights.front")
 
@@ -84,11 +84,14 @@ class VllmReplica:
     async def _join(self) -> bool:
         try:
             hellos = await self._pool.start(self.settings.start_s)
+            _log.info("%s: %d ranks, %s", self.settings.replica, len(hellos), hellos[0].engine)
+            return await self._life.start_and_join()
         except LiveweightsError as error:
             self._life.refuse(error)
-            return False
-        _log.info("%s: %d ranks, %s", self.settings.replica, len(hellos), hellos[0].engine)
-        return await self._life.start_and_join()
+        except Exception as error:  # nobody awaits this task: without a word it would be joining for ever
+            _log.exception("%s cannot join", self.settings.replica)
+            self._life.refuse(LiveweightsError(Failure("internal", f"{type(error).__name__}: {error}")))
+        return False
 
     async def stop(self) -> None:
         """The server ends."""

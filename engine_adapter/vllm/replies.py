@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ class Part:
     """One call of the engine: `sequences` by their index (more than one where the request asks for `n`)."""
 
     request_id: str = ""
+    wanted: int = 1  # so many sequences
     sequences: dict[int, tuple[Span, ...]] = field(default_factory=dict)
     cached_tokens: int = 0
 
@@ -25,21 +27,23 @@ class Part:
     def take(self, output: Any, version: str) -> None:
         """`output`: vLLM's RequestOutput or PoolingRequestOutput. `version`: for outputs without tokens."""
         self.cached_tokens = getattr(output, "num_cached_tokens", None) or self.cached_tokens
-        outputs = output.outputs
-        if not isinstance(outputs, list):  # a pooled output: one value, made in one go
+        if is_pooled(output):
             self.sequences[0] = (Span(version, 0, 0),)
             return
-        for each in outputs:
+        for each in output.outputs:
             found = tuple(Span(s.version, s.start, s.end) for s in each.weight_versions or ())
             self.sequences[each.index] = found or self.sequences.get(each.index, ())
 
 
 @dataclass(slots=True, eq=False)
 class Reply:
-    """`parts` in the order in which the route called the engine. `asked`: the JSON body of the request."""
+    """`parts` in the order in which the route called the engine. `asked`: the JSON body of the request. `version`: at
+    the first dispatch. `ended_by_update`: some of it was cut short by an update.
+    """
 
     wanted: Wanted = field(default_factory=Wanted)
     asked: bytes = b""
+    version: str = ""
     parts: list[Part] = field(default_factory=list)
     failure: LiveweightsError | None = None
     ended_by_update: bool = False
@@ -50,17 +54,57 @@ class Reply:
         return len(self.parts) * self._per_part
 
     @property
-    def _per_part(self) -> int:
-        return max((index + 1 for part in self.parts for index in part.sequences), default=1)
+    def is_beam_search(self) -> bool:
+        """Its choices are put together from many calls, so that no call is a choice."""
+        return b'"use_beam_search"' in self.asked and bool(self.body.get("use_beam_search"))
 
-    def part(self, request_id: str = "") -> Part:
-        self.parts.append(Part(request_id))
+    @property
+    def body(self) -> dict[str, Any]:
+        """`asked`, where it is a JSON object."""
+        return json_object(self.asked) or {}
+
+    @property
+    def _per_part(self) -> int:
+        return max((part.wanted for part in self.parts), default=1)
+
+    def part(self, request_id: str = "", wanted: int = 1) -> Part:
+        self.parts.append(Part(request_id, wanted))
         return self.parts[-1]
 
     def spans_of(self, choice: int) -> tuple[Span, ...]:
-        """Of the choice with this index in the answer: prompts one after the other, each with its sequences."""
+        """Of the choice with this index in the answer: prompts one after the other, each with its sequences.
+
+        None of a beam search.
+        """
+        if self.is_beam_search:
+            return ()
         part, sequence = divmod(choice, self._per_part)
         return self.parts[part].sequences.get(sequence, ()) if part < len(self.parts) else ()
+
+
+def is_pooled(output: Any) -> bool:
+    """Whether it is one value, made in one go (PoolingRequestOutput), and not a list of sequences."""
+    return not isinstance(output.outputs, list)
+
+
+def is_empty(output: Any) -> bool:
+    """Of a pooled output: nothing was computed."""
+    data = getattr(output.outputs, "data", None)
+    return data is None or not data.numel()
+
+
+def was_aborted(output: Any) -> bool:
+    """Whether a sequence of it was cut short."""
+    return any(each.finish_reason == "abort" for each in output.outputs)
+
+
+def json_object(text: bytes) -> dict[str, Any] | None:
+    """What `text` says, where that is a JSON object."""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
 
 
 #: Set around every request by the middleware; tasks that a route starts inherit it.

@@ -17,12 +17,14 @@ REPLICA = "LIVEWEIGHTS_REPLICA"
 ROOTS = "LIVEWEIGHTS_ROOTS"
 URL = "LIVEWEIGHTS_URL"
 WAIT_S = "LIVEWEIGHTS_WAIT_S"
+QUEUE = "LIVEWEIGHTS_QUEUE"
 MODE = "LIVEWEIGHTS_VLLM_MODE"
 RELOAD_S = "LIVEWEIGHTS_RELOAD_S"
 SPARE = "LIVEWEIGHTS_SPARE"
 #: Where the participant contract lies: below a prefix that vLLM's own API key guards.
 PREFIX = "/v1/liveweights"
 _RELOAD_S = 600.0  # as long as a start may take
+_QUEUE = 8192  # rollouts come by the thousand, and one request may have hundreds of prompts
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
@@ -70,14 +72,14 @@ def read(args: Namespace, env: Mapping[str, str] | None = None) -> VllmSettings:
             " token to vLLM as one of --api-key, or serve with --host 127.0.0.1"
         )
     reached = host if host not in ("", "0.0.0.0", "::") else "127.0.0.1"
-    url = env.get(URL) or f"http://{reached}:{port}"
+    url = env.get(URL) or f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
     return VllmSettings(
         coordinator=env.get(COORDINATOR, ""),
         replica=env.get(REPLICA) or f"{reached}-{port}",
         url=url.rstrip("/") + PREFIX,
         roots=tuple(root for root in env.get(ROOTS, "").split(os.pathsep) if root),
         tokens=tokens,
-        limits=Limits(wait_s=_seconds(env, WAIT_S, Limits().wait_s)),
+        limits=Limits(_count(env, QUEUE, _QUEUE), _seconds(env, WAIT_S, Limits().wait_s)),
         mode=_choice(Mode, MODE, env.get(MODE) or Mode.STAGED),
         reload_s=_seconds(env, RELOAD_S, _RELOAD_S),
         spare=_choice(SparePlace, SPARE, env.get(SPARE) or SparePlace.DEVICE),
@@ -89,6 +91,13 @@ def _choice(kind: type[_Choice], name: str, text: str) -> _Choice:
         return kind(text)
     except ValueError:
         raise ConfigurationError(f"{name}={text!r} is none of {', '.join(kind)}") from None
+
+
+def _count(env: Mapping[str, str], name: str, otherwise: int) -> int:
+    text = env.get(name) or str(otherwise)
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigurationError(f"{name}={text!r} is no number of requests")
+    return int(text)
 
 
 def _seconds(env: Mapping[str, str], name: str, otherwise: float) -> float:

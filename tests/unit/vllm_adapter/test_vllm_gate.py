@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 from engine_adapter.replica.door import Limits
 from engine_adapter.replica.replies import Span, Wanted
@@ -22,13 +23,19 @@ from updater.core.version import Version
 class Sequence:
     index: int
     weight_versions: list[Span] | None = None
+    finish_reason: str | None = None
+
+
+@dataclass
+class Pooled:
+    data: torch.Tensor
 
 
 @dataclass
 class Output:
-    """As much of vLLM's RequestOutput as the gate looks at."""
+    """As much of vLLM's RequestOutput or PoolingRequestOutput as the gate looks at."""
 
-    outputs: list[Sequence]
+    outputs: list[Sequence] | Pooled
     finished: bool
     num_cached_tokens: int | None = None
 
@@ -51,16 +58,23 @@ class Engine:
         yield Output([Sequence(0)], False)
         yield await self.ends[request_id]
 
-    def finish(self, request_id: str, *spans: Span) -> None:
+    async def encode(self, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Output, None]:
+        self.ends[request_id] = asyncio.get_running_loop().create_future()
+        yield await self.ends[request_id]
+
+    def finish(self, request_id: str, *spans: Span, reason: str = "length") -> None:
         made = list(spans) or [Span(self.label, 0, 4)]
-        self.ends[request_id].set_result(Output([Sequence(0, made)], True, 2))
+        self.ends[request_id].set_result(Output([Sequence(0, made, reason)], True, 2))
+
+    def pool(self, request_id: str, *values: float) -> None:
+        self.ends[request_id].set_result(Output(Pooled(torch.tensor(values)), True))
 
     async def abort(self, request_id: str) -> None:
         if request_id not in self.ends:
             return
         self.aborted.append(request_id)
         if not self.ends[request_id].done():
-            self.finish(request_id)
+            self.finish(request_id, reason="abort")
 
 
 @dataclass
@@ -72,12 +86,25 @@ class World:
     def generate(self) -> Callable[..., AsyncGenerator[Any, None]]:
         return self.gate.gating(self.engine.generate)
 
-    def ask(self, request_id: str, wanted: Wanted | None = None, prompt: Any = None) -> tuple[Reply, asyncio.Task[Any]]:
-        reply = Reply(wanted or Wanted())
+    def ask(
+        self, request_id: str, wanted: Wanted | None = None, prompt: Any = None, within: Reply | None = None
+    ) -> tuple[Reply, asyncio.Task[Any]]:
+        """`within`: a reply that has called before."""
+        reply = within or Reply(wanted or Wanted())
 
         async def run() -> list[Any]:
             current_reply.set(reply)
             return [output async for output in self.generate(prompt or {"prompt_token_ids": [1]}, None, request_id)]
+
+        return reply, asyncio.create_task(run())
+
+    def embed(self, request_id: str) -> tuple[Reply, asyncio.Task[Any]]:
+        reply = Reply()
+
+        async def run() -> list[Any]:
+            current_reply.set(reply)
+            encode = self.gate.gating(self.engine.encode)
+            return [output async for output in encode({"prompt_token_ids": [1]}, None, request_id)]
 
         return reply, asyncio.create_task(run())
 
@@ -282,6 +309,7 @@ def test_a_replica_that_breaks_tells_those_that_wait_and_those_that_run() -> Non
         world.gate.break_down(Failure("rank_died", "gone", rank=1))
         await asyncio.gather(runs, waits, return_exceptions=True)
         assert world.engine.aborted == ["a"]
+        assert not running.ended_by_update  # that is not why
         assert all(reply.failure is not None for reply in (running, waiting))
         world.gate.open("0-2")  # not before it was mended
         assert not world.gate.is_open
@@ -353,6 +381,180 @@ def test_the_keep_policy_keeps_the_namespace() -> None:
         assert world.gate.namespace == "0-1:ab"
         world.gate.relabelled("0-3", "ef", CachePolicy.NAMESPACE)
         assert world.gate.namespace == "0-3:ef"
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("mode", "cache"),
+    [
+        (InFlight.DRAIN, CachePolicy.KEEP),  # all that 0-2 caches lies there
+        (InFlight.KEEP, CachePolicy.NAMESPACE),  # requests in flight go on there
+        (InFlight.RECOMPUTE, CachePolicy.RESET),
+    ],
+)
+def test_a_namespace_that_another_version_wrote_into_is_never_entered_again(mode: InFlight, cache: CachePolicy) -> None:
+    """I5. A rollback serves the same bytes under the same label, and finds no block that others have made since."""
+
+    async def main(world: World) -> None:
+        world.gate.relabelled("0-1", "ab", CachePolicy.RESET)
+        world.gate.open("0-1")
+        assert world.gate.namespace == "0-1:ab"
+        world.gate.close(mode, "0-2")
+        world.gate.relabelled("0-2", "cd", cache)
+        world.gate.open("0-2")
+        world.gate.close(InFlight.DRAIN, "0-1")
+        world.gate.relabelled("0-1", "ab", CachePolicy.NAMESPACE)
+        world.gate.open("0-1")
+        assert world.gate.namespace.startswith("0-1:ab:")
+
+    run(main)
+
+
+def test_a_clean_namespace_is_entered_again() -> None:
+    """Its name is equal on every replica, so that a shared tier serves all of them."""
+
+    async def main(world: World) -> None:
+        for version, digest in (("0-1", "ab"), ("0-2", "cd"), ("0-1", "ab")):
+            world.gate.close(InFlight.DRAIN, version)
+            world.gate.relabelled(version, digest, CachePolicy.NAMESPACE)
+            world.gate.open(version)
+            assert world.gate.namespace == f"{version}:{digest}"
+
+    run(main)
+
+
+@pytest.mark.parametrize("mode", [InFlight.DRAIN, InFlight.ABORT])
+def test_a_client_that_reads_nothing_holds_no_update_up(mode: InFlight) -> None:
+    async def main(world: World) -> None:
+        world.gate.open("0-1")
+        reply = Reply()
+        current_reply.set(reply)
+        outputs = world.generate({"prompt_token_ids": [1]}, None, "a")
+        await anext(outputs)  # and then it reads nothing
+        world.gate.close(mode, "0-2")
+        await settle()
+        if mode is InFlight.DRAIN:
+            world.engine.finish("a")
+        await world.gate.quiesce(mode, 30)
+        assert world.gate.in_flight == 0
+        rest = [output async for output in outputs]
+        assert [output.finished for output in rest] == [True]
+        assert reply.spans_of(0) == (Span("0-1", 0, 4),)
+        assert reply.ended_by_update == (mode is InFlight.ABORT)
+
+    run(main)
+
+
+def test_a_reply_that_was_whole_when_it_was_told_to_end_is_whole() -> None:
+    """Its last output was on its way."""
+
+    async def main(world: World) -> None:
+        world.gate.open("0-1")
+        reply, task = world.ask("a")
+        await settle()
+        world.engine.finish("a")
+        world.gate.close(InFlight.ABORT, "0-2")
+        await world.gate.quiesce(InFlight.ABORT, 30)
+        await task
+        assert not reply.ended_by_update
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("mode", "beam", "goes_on"),
+    [
+        (InFlight.DRAIN, False, False),
+        (InFlight.ABORT, False, False),
+        (InFlight.RECOMPUTE, False, True),
+        (InFlight.KEEP, False, True),
+        (InFlight.KEEP, True, False),  # of which nobody could say what made which token
+    ],
+)
+def test_a_reply_of_several_calls_mixes_versions_only_where_one_of_one_call_would(
+    mode: InFlight, beam: bool, goes_on: bool
+) -> None:
+    """I2. Between two calls nothing of it is in flight."""
+
+    async def main(world: World) -> None:
+        world.gate.open("0-1")
+        reply, first = world.ask("a", within=Reply(asked=b'{"use_beam_search": true}' if beam else b""))
+        await settle()
+        world.engine.finish("a")
+        await first
+        for version in ("0-1", "0-2"):  # of an update that is taken back, and of one that is not
+            world.gate.close(mode, "0-2")
+            await world.gate.quiesce(mode, 30)
+            _, second = world.ask("b" + version, within=reply)
+            await settle()
+            world.gate.open(version)
+            world.engine.label = version
+            await settle()
+            if version == "0-1" or goes_on:
+                world.engine.finish("b" + version)
+                await second
+            else:
+                with pytest.raises(Unavailable) as caught:
+                    await second
+                assert (caught.value.code, caught.value.retryable) == ("aborted_by_update", True)
+                assert (reply.failure, world.gate.in_flight) == (caught.value, 0)
+
+    run(main)
+
+
+@pytest.mark.parametrize("mode", [InFlight.ABORT, InFlight.RECOMPUTE])
+def test_what_an_update_left_of_a_pooled_answer_is_no_answer(mode: InFlight) -> None:
+    """Ended, it is empty; gone on, nobody can say which version computed it."""
+
+    async def main(world: World) -> None:
+        world.gate.relabelled("0-1", "ab", CachePolicy.RESET)
+        world.gate.open("0-1")
+        reply, task = world.embed("a")
+        await settle()
+        world.gate.close(mode, "0-2")
+        if mode is InFlight.ABORT:
+            world.engine.pool("a")
+        else:
+            world.gate.relabelled("0-2", "cd", CachePolicy.RESET)
+            world.gate.open("0-2")
+            world.engine.pool("a", 1.0)
+        with pytest.raises(Unavailable) as caught:
+            await task
+        assert (caught.value.code, reply.failure) == ("aborted_by_update", caught.value)
+
+    run(main)
+
+
+def test_a_pooled_answer_says_the_version_that_computed_it() -> None:
+    async def main(world: World) -> None:
+        world.gate.relabelled("0-1", "ab", CachePolicy.RESET)
+        world.gate.open("0-1")
+        reply, task = world.embed("a")
+        await settle()
+        world.engine.pool("a", 1.0)
+        await task
+        assert (reply.spans_of(0), reply.failure) == ((Span("0-1", 0, 0),), None)
+
+    run(main)
+
+
+def test_as_many_sequences_are_expected_as_were_asked_for() -> None:
+    @dataclass
+    class Params:
+        n: int = 3
+
+    async def generate(prompt: Any, sampling_params: Any, request_id: str) -> AsyncGenerator[Output, None]:
+        yield Output([Sequence(0, [Span("0-1", 0, 1)], "stop")], True)
+
+    async def main(world: World) -> None:
+        world.gate.open("0-1")
+        reply = Reply()
+        current_reply.set(reply)
+        for request_id in ("a", "b"):
+            outputs = world.gate.gating(generate)({"prompt_token_ids": [1]}, Params(), request_id)
+            assert len([output async for output in outputs]) == 1
+        assert (reply.choices, [bool(reply.spans_of(choice)) for choice in range(6)]) == (6, [True, False, False] * 2)
 
     run(main)
 

@@ -32,7 +32,7 @@ def mine() -> Reply:
 
 def made(reply: Reply, *sequences: tuple[Span, ...], cached: int = 0) -> None:
     """The engine was called once and made these."""
-    part = reply.part()
+    part = reply.part(wanted=len(sequences))
     part.sequences = dict(enumerate(sequences))
     part.cached_tokens = cached
 
@@ -112,10 +112,13 @@ def test_a_reply_that_an_update_ended_says_so() -> None:
     async def handler(_request: Request, reply: Reply) -> Response:
         made(reply, (OLD,))
         reply.ended_by_update = True
-        return JSONResponse({"choices": [{"index": 0}]})
+        return JSONResponse({"choices": [{"index": 0, "finish_reason": reason}]})
 
+    reason = "abort"
     said = ask(handler).json()["liveweights"]
     assert (said["reason"], said["retryable"], said["version"]) == ("aborted_by_update", True, "0-1")
+    reason = "length"  # this one was whole: of several, an update may end some
+    assert set(ask(handler).json()["liveweights"]) == {"version", "digest", "spans"}
 
 
 def event(**fields: Any) -> str:
@@ -131,7 +134,7 @@ def test_a_stream_that_an_update_ended_before_its_first_token_has_a_last_event(u
     async def pieces() -> AsyncIterator[str]:
         reply = mine()
         for prompt in range(2):
-            reply.part(f"cmpl-{prompt}").sequences = {0: (), 1: ()}
+            reply.part(f"cmpl-{prompt}", 2)
         reply.ended_by_update = True
         # The second of four choices was ended, too, and vLLM says so.
         yield event(id="cmpl", model="m", choices=[{"index": 1, "text": "a", "finish_reason": "abort"}])
@@ -169,6 +172,82 @@ def test_that_last_event_names_the_request_where_vllm_sent_nothing(path: str) ->
         assert (told["object"], choice["delta"]) == ("chat.completion.chunk", {})
     else:
         assert (told["object"], choice["text"]) == ("text_completion", "")
+
+
+def test_events_of_another_api_are_not_ours_to_write() -> None:
+    async def pieces() -> AsyncIterator[str]:
+        mine().part("cmpl-5")
+        mine().ended_by_update = True
+        yield DONE
+
+    async def handler(_request: Request, _reply: Reply) -> Response:
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    assert ask(handler, path="/cohere/v2/chat").text == DONE
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_a_stream_that_broke_after_it_began_ends_with_the_error_and_not_as_if_it_were_whole(finishes: bool) -> None:
+    first = event(choices=[{"index": 0, "text": "a", "finish_reason": None}])
+
+    async def pieces() -> AsyncIterator[str]:
+        reply = mine()
+        reply.part("cmpl-5")
+        yield first
+        reply.failure = Unavailable(Failure("rank_died", "gone", rank=1))
+        if finishes:
+            yield event(choices=[{"index": 0, "text": "", "finish_reason": "abort"}])
+        yield USAGE + DONE
+
+    async def handler(_request: Request, _reply: Reply) -> Response:
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    begun, error, *rest = [line + "\n\n" for line in ask(handler).text.split("\n\n") if line]
+    assert (begun, rest) == (first, [USAGE, DONE])
+    told = json.loads(error.removeprefix("data: "))["error"]
+    assert (told["code"], told["status"], told["retryable"]) == ("rank_died", 424, True)
+    assert "gone" in told["message"]
+
+
+def test_an_error_that_vllm_told_is_not_told_again() -> None:
+    async def pieces() -> AsyncIterator[str]:
+        reply = mine()
+        reply.part("cmpl-5")
+        yield event(choices=[{"index": 0, "text": "a", "finish_reason": None}])
+        reply.failure = Unavailable(Failure("internal", "mixed"))
+        yield event(error={"message": "mixed"})
+        yield DONE
+
+    async def handler(_request: Request, _reply: Reply) -> Response:
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    assert ask(handler).text.count('"error"') == 1
+
+
+def test_spans_of_streamed_choices_are_right_before_all_sequences_were_seen() -> None:
+    async def pieces() -> AsyncIterator[str]:
+        reply = mine()
+        for span in (OLD, NEW):
+            reply.part(wanted=2).sequences = {0: (span,)}
+        yield event(choices=[{"index": 2, "text": "a", "finish_reason": "stop"}])
+        yield DONE
+
+    async def handler(_request: Request, _reply: Reply) -> Response:
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    told = json.loads(ask(handler).text.split("\n\n")[0].removeprefix("data: "))
+    assert told["liveweights"]["version"] == "0-2"
+
+
+def test_a_beam_search_says_its_version_and_claims_no_spans() -> None:
+    async def handler(_request: Request, reply: Reply) -> Response:
+        reply.version = "0-1"
+        made(reply, (Span("0-1", 0, 1),))
+        made(reply, (Span("0-1", 0, 1),))
+        return JSONResponse({"choices": [{"index": 0}, {"index": 1}]})
+
+    document = ask(handler, {"use_beam_search": True}).json()
+    assert document["liveweights"] == {"version": "0-1", "digest": "d0-1", "spans": []}
 
 
 def test_a_stream_that_no_update_ended_gets_no_event_of_ours() -> None:
@@ -224,7 +303,8 @@ def test_wishes_are_taken_out_of_the_body() -> None:
         seen.append((await request.json(), reply.wanted, int(request.headers["content-length"])))
         return JSONResponse({})
 
-    ask(handler, {"prompt": "x", "liveweights": {"min_version": "0-1", "exact_version": 2}})
+    wish = {"prompt": "x", "liveweights": {"min_version": "0-1", "exact_version": 2}}
+    ask(handler, content=json.dumps(wish), headers={"content-type": "Application/JSON"})
     body, wanted, length = seen[0]
     assert (body, wanted) == ({"prompt": "x"}, Wanted(Version(0, 1), Version(0, 2)))
     assert length == len(json.dumps(body))

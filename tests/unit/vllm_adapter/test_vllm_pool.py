@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -314,12 +316,31 @@ def test_the_caches_own_answer_is_what_is_told(cleared: bool) -> None:
     run(main, prefix_reset=cleared)
 
 
-@pytest.mark.parametrize("policy", [CachePolicy.NAMESPACE, CachePolicy.KEEP])
-def test_other_policies_touch_no_cache(policy: CachePolicy) -> None:
+@pytest.mark.parametrize(
+    ("policy", "emptied"), [(CachePolicy.NAMESPACE, {"multimodal", "encoder"}), (CachePolicy.KEEP, set())]
+)
+def test_a_namespace_keeps_prefixes_apart_and_nothing_else(policy: CachePolicy, emptied: set[str]) -> None:
+    """I5. What an encoder made of an image is found by the image alone."""
+
     async def main(world: World) -> None:
         await world.pool.start(20)
-        await world.pool.call("invalidate", RankInvalidate(3, 1, policy), deadline_s=20)
-        assert not [each for each in world.log if each[0] in ("prefix", "mm", "encoder")]
+        replies = await world.pool.call("invalidate", RankInvalidate(3, 1, policy), deadline_s=20)
+        assert {tier.name for reply in replies for tier in reply.tiers if tier.cleared} == emptied
+        cleared = {"mm": "multimodal", "encoder": "encoder", "prefix": "prefix"}
+        assert {cleared[each[0]] for each in world.log if each[0] in cleared} == emptied
+
+    run(main)
+
+
+def test_workers_are_met_also_where_paths_of_temporary_files_are_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("a" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+    async def main(world: World) -> None:
+        assert len(await world.pool.start(20)) == 2
 
     run(main)
 
