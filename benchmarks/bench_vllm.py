@@ -89,7 +89,9 @@ def staging(report: Report, fleet: Fleet, publisher: Publisher, checkpoints: tup
     plain = median(publisher.stage(rounds, allow_nonfinite=True))
     name = "staging / (pread + copy) in the worker"
     report.add(name, bare_ms / plain, goal=0.7, detail=f"{bare}, {gigabytes / plain * 1e3:.1f} GB/s")
-    report.add(f"{name}, with the look for NaN", bare_ms / checked, goal=0.7, detail=f"{gigabytes / checked * 1e3:.1f} GB/s")
+    report.add(
+        f"{name}, with the look for NaN", bare_ms / checked, goal=0.7, detail=f"{gigabytes / checked * 1e3:.1f} GB/s"
+    )
     report.add(f"{name}, also without a manifest", bare_ms / whole, detail=f"{gigabytes / whole * 1e3:.1f} GB/s")
 
 

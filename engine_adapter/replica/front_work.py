@@ -24,7 +24,7 @@ from updater.core.replica_state import ReplicaState, Work
 
 
 class Ranks(Protocol):
-    """All ranks as one thing, one method per `Work` of the machine: `rank_work.RankWork`, `vllm.reloading.ReloadRanks`.
+    """All ranks as one thing, one method per `Work` of the machine: `rank_work.RankWork`, and `ReloadRanks` of vLLM.
 
     Each raises LiveweightsError, and then no rank works on it any more.
     """

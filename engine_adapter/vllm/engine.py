@@ -16,7 +16,7 @@ from engine_adapter.placement.rows import Placement
 from engine_adapter.vllm.parameters import collect
 from engine_adapter.vllm.recording import RecordedPlacements
 from engine_adapter.vllm.settings import SparePlace
-from engine_adapter.vllm.twins import processed_layers
+from engine_adapter.vllm.twins.layers import processed_layers
 from updater.core.errors import Failure, LiveweightsError, refuse
 from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode
 from updater.manifest import TensorSpec

@@ -18,9 +18,9 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine_adapter.replica.app import OPERATOR_BODY, PARTICIPANT_BODY, ReplicaFace
-from engine_adapter.vllm.middleware import VersionMiddleware
 from engine_adapter.vllm.replica import VllmReplica
 from engine_adapter.vllm.settings import PREFIX
+from engine_adapter.vllm.traffic.middleware import VersionMiddleware
 from updater.core.errors import LiveweightsError
 from updater.http import BodyLimit, problem
 from updater.security import Access

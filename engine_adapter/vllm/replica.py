@@ -14,11 +14,11 @@ from engine_adapter.replica.life import FrontLife, Membership
 from engine_adapter.replica.rank_work import RankWork
 from engine_adapter.vllm import settings as settings_of
 from engine_adapter.vllm.control import EngineControl
-from engine_adapter.vllm.gate import VllmGate
 from engine_adapter.vllm.pool import AttachedPool
 from engine_adapter.vllm.private import check_server, choose_mode, installed_version, model_folder
-from engine_adapter.vllm.reloading import ReloadControl, ReloadRanks, make_hellos
+from engine_adapter.vllm.reload.ranks import ReloadControl, ReloadRanks, make_hellos
 from engine_adapter.vllm.settings import Mode
+from engine_adapter.vllm.traffic.gate import VllmGate
 from updater.core.errors import Failure, LiveweightsError
 
 _log = logging.getLogger("liveweights.front")

@@ -90,7 +90,11 @@ def llama_fleet(checkpoints: Callable[..., Checkpoints], tmp_path_factory: pytes
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One rank by itself, as far as vLLM's layers ask."""
+    """One rank by itself, as far as vLLM's layers ask; on one thread, so that equal sums are equal bits."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     distributed: Any = import_module("vllm.distributed")
     configs: Any = import_module("vllm.config")
     meeting = tmp_path_factory.mktemp("meeting") / "store"
@@ -102,3 +106,4 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             distributed.ensure_model_parallel_initialized(1, 1)
         yield
         distributed.cleanup_dist_env_and_memory()
+    torch.set_num_threads(threads)

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from engine_adapter.models import encode, reference_tokens
 from engine_adapter.vllm.private import CLIENT_CALLS, NAMES, choose_mode, installed_version
-from engine_adapter.vllm.reloading import NAME, WARNINGS
+from engine_adapter.vllm.reload.ranks import NAME, WARNINGS
 from engine_adapter.vllm.settings import COORDINATOR, MODE, REPLICA, ROOTS, WAIT_S, Mode
 from tests.vllm_server.fleet import Fleet, coordinator, until
 from tests.vllm_server.models import PROMPTS, Checkpoints

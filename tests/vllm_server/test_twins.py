@@ -29,9 +29,9 @@ from engine_adapter.vllm.building import default_dtype
 from engine_adapter.vllm.engine import VllmRankEngine
 from engine_adapter.vllm.parameters import collect
 from engine_adapter.vllm.recording import RecordedPlacements
-from engine_adapter.vllm.twins import ProcessedLayers, load_start, processed_layers, twin_model
-from engine_adapter.vllm.twins_state import LayerTwin
-from engine_adapter.vllm.twins_table import METHODS, Method, qualified
+from engine_adapter.vllm.twins.layers import ProcessedLayers, load_start, processed_layers, twin_model
+from engine_adapter.vllm.twins.state import LayerTwin
+from engine_adapter.vllm.twins.table import METHODS, Method, qualified
 from tests.vllm_server.models import Checkpoints, Dtype
 from transports.dtypes import DTYPE_NAMES
 from transports.testing import MemorySource, refused
@@ -124,26 +124,6 @@ class Updated:
     def settle(self) -> None:
         self.spare.settle()
         self.derived.settle()
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One rank by itself, as far as vLLM's layers ask."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    distributed: Any = import_module("vllm.distributed")
-    configs: Any = import_module("vllm.config")
-    meeting = tmp_path_factory.mktemp("meeting") / "store"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        patch.setenv("VLLM_CPU_CI_ENV", "1")
-        with configs.set_current_vllm_config(configs.VllmConfig()):
-            distributed.init_distributed_environment(1, 0, f"file://{meeting}", 0, backend="gloo")
-            distributed.ensure_model_parallel_initialized(1, 1)
-        yield
-        distributed.cleanup_dist_env_and_memory()
-    torch.set_num_threads(threads)
 
 
 def configured(path: Path, dtype: torch.dtype, **options: Any) -> Any:

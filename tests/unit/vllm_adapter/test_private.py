@@ -15,11 +15,11 @@ import pytest
 import engine_adapter.vllm
 from engine_adapter.vllm.private import CLIENT_CALLS, NAMES, SUPPORTED_MINORS, check_server, choose_mode, supported
 from engine_adapter.vllm.settings import MODE, RELOAD_S, WAIT_S, Mode, read
-from engine_adapter.vllm.twins_table import HOOKS, METHODS, OPAQUE
+from engine_adapter.vllm.twins.table import HOOKS, METHODS, OPAQUE
 from updater.security import ConfigurationError
 
 HERE = Path(engine_adapter.vllm.__file__).parent
-SOURCES = {path.name: path.read_text() for path in HERE.glob("*.py") if path.name != "private.py"}
+SOURCES = {str(path.relative_to(HERE)): path.read_text() for path in HERE.rglob("*.py") if path.name != "private.py"}
 EXTENSION = "engine_adapter.vllm.worker.LiveweightsWorker"
 
 

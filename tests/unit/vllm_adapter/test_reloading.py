@@ -21,8 +21,8 @@ from engine_adapter.replica.front import Front
 from engine_adapter.replica.life import STANDALONE, FrontLife, Membership
 from engine_adapter.replica.rank_work import Deadlines
 from engine_adapter.testing.fronts import code_of
-from engine_adapter.vllm.gate import VllmGate
-from engine_adapter.vllm.reloading import NAME, WARNINGS, ReloadControl, ReloadRanks, make_hellos
+from engine_adapter.vllm.reload.ranks import NAME, WARNINGS, ReloadControl, ReloadRanks, make_hellos
+from engine_adapter.vllm.traffic.gate import VllmGate
 from transports.manifests import build_manifest, save_manifest, write_manifest
 from updater.core.errors import LiveweightsError, Unavailable
 from updater.core.participant import (
@@ -281,7 +281,7 @@ def test_the_observed_digest_is_that_of_every_other_member(tmp_path: Path, with_
 def test_a_large_tensor_is_digested_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(w: World) -> None:
         whole = await w.vote()
-        monkeypatch.setattr("engine_adapter.vllm.reload_source._PIECE_BYTES", 16)
+        monkeypatch.setattr("engine_adapter.vllm.reload.source._PIECE_BYTES", 16)
         assert (await w.vote(serial=2)).observed == whole.observed
 
     play(tmp_path, scene)

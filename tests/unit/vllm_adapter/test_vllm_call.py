@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from engine_adapter.vllm.call import Call
+from engine_adapter.vllm.traffic.call import Call
 
 
 class Engine:

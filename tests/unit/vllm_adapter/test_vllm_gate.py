@@ -12,8 +12,8 @@ import torch
 
 from engine_adapter.replica.door import Limits
 from engine_adapter.replica.replies import Span, Wanted
-from engine_adapter.vllm.gate import VllmGate
-from engine_adapter.vllm.replies import Reply, current_reply
+from engine_adapter.vllm.traffic.gate import VllmGate
+from engine_adapter.vllm.traffic.replies import Reply, current_reply
 from updater.core.errors import Aborted, Failure, Rejected, Unavailable
 from updater.core.policy import CachePolicy, InFlight
 from updater.core.version import Version

@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from engine_adapter.replica.replies import Span, Wanted
-from engine_adapter.vllm.middleware import VersionMiddleware
-from engine_adapter.vllm.replies import Part, Reply, current_reply
+from engine_adapter.vllm.traffic.middleware import VersionMiddleware
+from engine_adapter.vllm.traffic.replies import Part, Reply, current_reply
 from updater.core.errors import Failure, Unavailable
 from updater.core.version import Version
 

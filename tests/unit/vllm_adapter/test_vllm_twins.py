@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from engine_adapter.vllm.twins import may_be_packed, shared
-from engine_adapter.vllm.twins_equal import Comparison
-from engine_adapter.vllm.twins_layer import ProcessedLayer
-from engine_adapter.vllm.twins_state import LayerTwin
-from engine_adapter.vllm.twins_table import Method
+from engine_adapter.vllm.twins.equal import Comparison
+from engine_adapter.vllm.twins.layer import ProcessedLayer
+from engine_adapter.vllm.twins.layers import may_be_packed, shared
+from engine_adapter.vllm.twins.state import LayerTwin
+from engine_adapter.vllm.twins.table import Method
 
 X = torch.eye(3)
 

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 
 from engine_adapter.rank.replay import Stop
-from engine_adapter.vllm.reload_source import (
+from engine_adapter.vllm.reload.source import (
     Content,
     Start,
     differences,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from engine_adapter.vllm.replies import Reply, json_object
+from engine_adapter.vllm.traffic.replies import Reply, json_object
 from updater.core.errors import LiveweightsError
 
 _FINISHED = b'"finish_reason":"'

@@ -13,9 +13,9 @@ import time
 from engine_adapter.rank.messages import Hello
 from engine_adapter.replica.rank_work import Deadlines
 from engine_adapter.vllm.control import EngineControl
-from engine_adapter.vllm.gate import VllmGate
-from engine_adapter.vllm.reload_source import Content
-from engine_adapter.vllm.reload_staging import FrontStaging
+from engine_adapter.vllm.reload.source import Content
+from engine_adapter.vllm.reload.staging import FrontStaging
+from engine_adapter.vllm.traffic.gate import VllmGate
 from updater.core.errors import Aborted, Failure, Rejected, refuse
 from updater.core.participant import (
     DiskOffer,

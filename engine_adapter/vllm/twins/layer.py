@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from engine_adapter.base import Derived
-from engine_adapter.vllm.twins_equal import same_bytes
-from engine_adapter.vllm.twins_state import Form, LayerState, LayerTwin, LiveLayer
-from engine_adapter.vllm.twins_table import Method
+from engine_adapter.vllm.twins.equal import same_bytes
+from engine_adapter.vllm.twins.state import Form, LayerState, LayerTwin, LiveLayer
+from engine_adapter.vllm.twins.table import Method
 from updater.core.errors import Failure
 
 _PROBE_ROWS = 16

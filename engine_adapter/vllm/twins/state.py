@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine_adapter.vllm.twins_equal import Comparison, is_code, same_bytes
-from engine_adapter.vllm.twins_packing import PackedFor
-from engine_adapter.vllm.twins_table import Method
+from engine_adapter.vllm.twins.equal import Comparison, is_code, same_bytes
+from engine_adapter.vllm.twins.packing import PackedFor
+from engine_adapter.vllm.twins.table import Method
 
 #: Names of the parameters and of the attributes that a state consists of.
 Form = tuple[frozenset[str], frozenset[str]]

@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 from engine_adapter.replica.door import Door, Limits
-from engine_adapter.vllm.call import Call
-from engine_adapter.vllm.namespaces import Namespaces
-from engine_adapter.vllm.replies import Part, Reply, current_reply, is_empty, is_pooled, was_aborted
+from engine_adapter.vllm.traffic.call import Call
+from engine_adapter.vllm.traffic.namespaces import Namespaces
+from engine_adapter.vllm.traffic.replies import Part, Reply, current_reply, is_empty, is_pooled, was_aborted
 from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable, refuse
 from updater.core.policy import CachePolicy, InFlight
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine_adapter.vllm.twins_table import OPAQUE, qualified
+from engine_adapter.vllm.twins.table import OPAQUE, qualified
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), Enum, type, torch.dtype, torch.device, torch.Size, range)
 

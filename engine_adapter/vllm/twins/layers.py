@@ -22,10 +22,10 @@ from torch import nn
 
 from engine_adapter.base import Derived, Parameter
 from engine_adapter.vllm.building import build, default_dtype, tie_alike
-from engine_adapter.vllm.twins_equal import is_code
-from engine_adapter.vllm.twins_layer import ProcessedLayer
-from engine_adapter.vllm.twins_state import attributes_of
-from engine_adapter.vllm.twins_table import HOOKS, METHODS, Method, qualified
+from engine_adapter.vllm.twins.equal import is_code
+from engine_adapter.vllm.twins.layer import ProcessedLayer
+from engine_adapter.vllm.twins.state import attributes_of
+from engine_adapter.vllm.twins.table import HOOKS, METHODS, Method, qualified
 from updater.core.errors import Failure, Rejected
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine_adapter.replica.replies import Span, Wanted, version_of
-from engine_adapter.vllm.events import EventStream, plain
-from engine_adapter.vllm.replies import Reply, current_reply
+from engine_adapter.vllm.traffic.events import EventStream, plain
+from engine_adapter.vllm.traffic.replies import Reply, current_reply
 from updater.core.errors import LiveweightsError, refuse
 from updater.core.version import Version
 from updater.http import problem, problem_body, replay_body
