@@ -21,6 +21,8 @@ from engine_adapter.vllm.traffic.replies import Part, Reply, current_reply, is_e
 from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable, refuse
 from updater.core.policy import CachePolicy, InFlight
 
+#: A reply that so many updates went through is old enough to be asked for again.
+_REMEMBERED = 64
 #: (arguments of vLLM's method) -> its outputs.
 Generate = Callable[..., AsyncGenerator[Any, None]]
 
@@ -53,7 +55,7 @@ class VllmGate:
         self._namespaces = Namespaces()
         self._label = ""  # of what the engine computes with
         self._goes_on = False  # whether requests live through the switch that is under way
-        self._open_to: frozenset[str] = frozenset()  # versions whose unfinished replies may go on under this one
+        self._open_to: tuple[str, ...] = ()  # versions whose unfinished replies may go on under this one
         self.mixed = 0
 
     @property
@@ -215,7 +217,7 @@ class VllmGate:
         before = self.version
         if self._door.open(version):
             if version != before:
-                self._open_to = self._open_to | {before} if self._goes_on else frozenset()
+                self._open_to = (*self._open_to, before)[-_REMEMBERED:] if self._goes_on else ()
             self._goes_on = False
             self.before_switch(version)
             self._door.wake()

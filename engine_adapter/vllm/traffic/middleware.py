@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine_adapter.replica.replies import Span, Wanted, version_of
 from engine_adapter.vllm.traffic.events import EventStream, plain
-from engine_adapter.vllm.traffic.replies import Reply, current_reply
+from engine_adapter.vllm.traffic.replies import Reply, current_reply, json_object
 from updater.core.errors import LiveweightsError, refuse
 from updater.core.version import Version
 from updater.http import problem, problem_body, replay_body
@@ -61,12 +61,9 @@ class VersionMiddleware:
         return replay_body(body, receive)
 
     def _take(self, scope: Scope, body: bytes, reply: Reply) -> bytes:
-        try:
-            document = json.loads(body)
-        except ValueError:
-            return body  # vLLM says what is wrong with it
-        if not isinstance(document, dict) or "liveweights" not in document:
-            return body
+        document = json_object(body)
+        if document is None or "liveweights" not in document:
+            return body  # what is wrong with it, if anything, vLLM says
         reply.wanted = self._wanted(document.pop("liveweights"))
         body = json.dumps(document).encode()
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
@@ -168,19 +165,15 @@ class _Answer:
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     def _with_versions(self, body: bytes) -> bytes:
-        try:
-            document = json.loads(body)
-        except ValueError:
-            return body
-        if not isinstance(document, dict) or "error" in document:
+        document = json_object(body)
+        if document is None or "error" in document:
             return body
         self._add_versions(document)
         return plain(document)
 
     def _add_versions(self, document: dict[str, Any]) -> None:
         choices = [each for each in document.get("choices") or () if isinstance(each, dict)]
-        several = sum(len(part.sequences) or 1 for part in self._reply.parts) > 1
-        for choice in choices if several else ():
+        for choice in choices if self._reply.choices > 1 else ():
             choice["liveweights"] = {"spans": _listed(self._reply.spans_of(choice.get("index", 0)))}
         first = choices[0].get("index", 0) if choices else 0
         document["liveweights"] = self._versions(self._reply.spans_of(first))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from uuid import uuid4
+
+#: So many are remembered. Only what was served last, or just before, can be served again under its name.
+_REMEMBERED = 64
 
 
 class Namespaces:
@@ -10,7 +14,7 @@ class Namespaces:
 
     def __init__(self) -> None:
         self.current = ""
-        self._mixed: set[str] = set()
+        self._mixed: deque[str] = deque(maxlen=_REMEMBERED)
 
     def switch(self, name: str, *, keep: bool, shared: bool) -> None:
         """Another version, or the same one again, is about to be served. `name`: of its blocks, equal on every replica.
@@ -19,6 +23,6 @@ class Namespaces:
         do. Either leaves blocks there that the version of that name did not make, so it is never entered again.
         """
         if self.current and (keep or shared):
-            self._mixed.add(self.current)
+            self._mixed.append(self.current)
         if not keep:
             self.current = f"{name}:{uuid4().hex}" if name in self._mixed else name

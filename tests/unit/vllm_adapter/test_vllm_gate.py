@@ -411,6 +411,17 @@ def test_a_namespace_that_another_version_wrote_into_is_never_entered_again(mode
     run(main)
 
 
+def test_updates_that_requests_live_through_leave_nothing_that_grows() -> None:
+    async def main(world: World) -> None:
+        for step in range(300):
+            world.gate.close(InFlight.RECOMPUTE, f"0-{step}")
+            world.gate.relabelled(f"0-{step}", "ab", CachePolicy.RESET)
+            world.gate.open(f"0-{step}")
+        assert len(world.gate._open_to) == len(world.gate._namespaces._mixed) == 64
+
+    run(main)
+
+
 def test_a_clean_namespace_is_entered_again() -> None:
     """Its name is equal on every replica, so that a shared tier serves all of them."""
 

@@ -54,6 +54,15 @@ def ask(handler: Handler, body: Any = None, *, path: str = "/v1/completions", **
     return asyncio.run(main())
 
 
+def stream(pieces: Callable[[], AsyncIterator[str | bytes]], body: Any = None, **options: Any) -> str:
+    """What a client gets of a route that streams these."""
+
+    async def handler(_request: Request, _reply: Reply) -> Response:
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    return ask(handler, body, **options).text
+
+
 def test_a_reply_says_what_made_it() -> None:
     async def handler(_request: Request, reply: Reply) -> Response:
         made(reply, (OLD, NEW), cached=7)
@@ -97,10 +106,7 @@ def test_the_last_event_of_a_stream_says_what_made_it_however_it_is_cut(cut: int
         for start in range(0, len(whole), cut):
             yield whole[start : start + cut]
 
-    async def handler(_request: Request, _reply: Reply) -> Response:
-        return StreamingResponse(pieces(), media_type="text/event-stream")
-
-    lines = [line for line in ask(handler).text.split("\n\n") if line]
+    lines = [line for line in stream(pieces).split("\n\n") if line]
     assert lines[0] == "data: " + json.dumps(first, separators=(",", ":"))
     said = json.loads(lines[1].removeprefix("data: "))
     assert said.pop("liveweights")["version"] == "0-1"
@@ -140,10 +146,7 @@ def test_a_stream_that_an_update_ended_before_its_first_token_has_a_last_event(u
         yield event(id="cmpl", model="m", choices=[{"index": 1, "text": "a", "finish_reason": "abort"}])
         yield usage + DONE
 
-    async def handler(_request: Request, _reply: Reply) -> Response:
-        return StreamingResponse(pieces(), media_type="text/event-stream")
-
-    lines = [line for line in ask(handler, {"model": "llama"}).text.split("\n\n") if line]
+    lines = [line for line in stream(pieces, {"model": "llama"}).split("\n\n") if line]
     assert "".join(line + "\n\n" for line in lines[4:]) == usage + DONE
     told = [json.loads(line.removeprefix("data: ")) for line in lines[:4]]
     assert [each["choices"][0]["index"] for each in told] == [1, 0, 2, 3]
@@ -161,10 +164,7 @@ def test_that_last_event_names_the_request_where_vllm_sent_nothing(path: str) ->
         mine().ended_by_update = True
         yield DONE
 
-    async def handler(_request: Request, _reply: Reply) -> Response:
-        return StreamingResponse(pieces(), media_type="text/event-stream")
-
-    first, last = ask(handler, {"model": "llama"}, path=path).text.split("\n\n")[:2]
+    first, last = stream(pieces, {"model": "llama"}, path=path).split("\n\n")[:2]
     told = json.loads(first.removeprefix("data: "))
     assert (told["id"], told["model"], last) == ("cmpl-5", "llama", DONE.strip())
     (choice,) = told["choices"]
@@ -180,10 +180,7 @@ def test_events_of_another_api_are_not_ours_to_write() -> None:
         mine().ended_by_update = True
         yield DONE
 
-    async def handler(_request: Request, _reply: Reply) -> Response:
-        return StreamingResponse(pieces(), media_type="text/event-stream")
-
-    assert ask(handler, path="/cohere/v2/chat").text == DONE
+    assert stream(pieces, path="/cohere/v2/chat") == DONE
 
 
 @pytest.mark.parametrize("finishes", [True, False])
@@ -199,10 +196,7 @@ def test_a_stream_that_broke_after_it_began_ends_with_the_error_and_not_as_if_it
             yield event(choices=[{"index": 0, "text": "", "finish_reason": "abort"}])
         yield USAGE + DONE
 
-    async def handler(_request: Request, _reply: Reply) -> Response:
-        return StreamingResponse(pieces(), media_type="text/event-stream")
-
-    begun, error, *rest = [line + "\n\n" for line in ask(handler).text.split("\n\n") if line]
+    begun, error, *rest = [line + "\n\n" for line in stream(pieces).split("\n\n") if line]
     assert (begun, rest) == (first, [USAGE, DONE])
     told = json.loads(error.removeprefix("data: "))["error"]
     assert (told["code"], told["status"], told["retryable"]) == ("rank_died", 424, True)
@@ -218,10 +212,7 @@ def test_an_error_that_vllm_told_is_not_told_again() -> None:
         yield event(error={"message": "mixed"})
         yield DONE
 
-    async def handler(_request: Request, _reply: Reply) -> Response:
-        return StreamingResponse(pieces(), media_type="text/event-stream")
-
-    assert ask(handler).text.count('"error"') == 1
+    assert stream(pieces).count('"error"') == 1
 
 
 def test_spans_of_streamed_choices_are_right_before_all_sequences_were_seen() -> None:
@@ -232,11 +223,19 @@ def test_spans_of_streamed_choices_are_right_before_all_sequences_were_seen() ->
         yield event(choices=[{"index": 2, "text": "a", "finish_reason": "stop"}])
         yield DONE
 
-    async def handler(_request: Request, _reply: Reply) -> Response:
-        return StreamingResponse(pieces(), media_type="text/event-stream")
-
-    told = json.loads(ask(handler).text.split("\n\n")[0].removeprefix("data: "))
+    told = json.loads(stream(pieces).split("\n\n")[0].removeprefix("data: "))
     assert told["liveweights"]["version"] == "0-2"
+    assert [span["version"] for span in told["choices"][0]["liveweights"]["spans"]] == ["0-2"]
+
+
+def test_the_first_of_two_sequences_that_ends_has_spans_of_its_own() -> None:
+    async def pieces() -> AsyncIterator[str]:
+        mine().part(wanted=2).sequences = {0: (OLD,)}
+        yield event(choices=[{"index": 0, "text": "a", "finish_reason": "stop"}])
+        yield DONE
+
+    told = json.loads(stream(pieces).split("\n\n")[0].removeprefix("data: "))
+    assert [span["version"] for span in told["choices"][0]["liveweights"]["spans"]] == ["0-1"]
 
 
 def test_a_beam_search_says_its_version_and_claims_no_spans() -> None:
@@ -255,10 +254,7 @@ def test_a_stream_that_no_update_ended_gets_no_event_of_ours() -> None:
         mine().part("cmpl-5")
         yield USAGE + DONE
 
-    async def handler(_request: Request, _reply: Reply) -> Response:
-        return StreamingResponse(pieces(), media_type="text/event-stream")
-
-    assert ask(handler).text == USAGE + DONE
+    assert stream(pieces) == USAGE + DONE
 
 
 def test_answers_of_routes_that_never_called_the_engine_pass_as_they_are() -> None:
