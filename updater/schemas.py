@@ -197,6 +197,7 @@ class FailureBody(BaseModel):
     rank: int | None = None
     tensor: str = ""
     file: str = ""
+    hint: str = ""
 
 
 class MemberState(BaseModel):

@@ -179,6 +179,7 @@ def failure_body(failure: Any) -> FailureBody:
         rank=failure.rank,
         tensor=failure.tensor,
         file=failure.file,
+        hint=failure.hint,
     )
 
 

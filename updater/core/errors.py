@@ -105,7 +105,10 @@ RETRYABLE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One thing that went wrong at one place. Strings only; empty fields do not apply."""
+    """One thing that went wrong at one place. Strings only; empty fields do not apply.
+
+    `hint`: the way out, where there is one: the argument to pass, the option to set or the command to run.
+    """
 
     code: str
     message: str
@@ -113,6 +116,7 @@ class Failure:
     rank: int | None = None
     tensor: str = ""
     file: str = ""
+    hint: str = ""
 
     def __post_init__(self) -> None:
         if self.code not in CODES:
@@ -184,9 +188,9 @@ class Quarantined(LiveweightsError):
     """A member whose state is not known to be one version."""
 
 
-def refuse(code: str, message: str, *, tensor: str = "", file: str = "") -> Rejected:
+def refuse(code: str, message: str, *, tensor: str = "", file: str = "", hint: str = "") -> Rejected:
     """Shorthand for the common case: one refusal at one place."""
-    return Rejected(Failure(code, message, tensor=tensor, file=file))
+    return Rejected(Failure(code, message, tensor=tensor, file=file, hint=hint))
 
 
 def _line(failure: Failure) -> str:
