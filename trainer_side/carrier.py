@@ -19,6 +19,7 @@ from trainer_side.weights import WeightSource
 from transports.registry import make_sender
 from transports.stream import StreamSender
 from updater.core.errors import refuse
+from updater.manifest import real_path
 
 
 class Carrier:
@@ -37,7 +38,7 @@ class Carrier:
             return None
         if self._options.dtypes:
             raise refuse("bad_request", "dtypes: a checkpoint on disk is read as it lies there; stream it to cast it")
-        path = Path(weights).resolve()
+        path = Path(real_path(os.fspath(weights)))
         if not path.exists():
             raise refuse("source_missing", "no such file or folder", file=str(path))
         return path

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from transports.base import Read, ReadReport
 from transports.hashes import folder_hashes
-from transports.index import Layout, find_layout, index_faults, missing_shard, size_warnings
+from transports.index import Layout, ambiguities, find_layout, index_faults, missing_shard, size_warnings
 from transports.manifest_check import load_manifest, manifest_faults
 from transports.paths import OpenFile, open_file
 from transports.reader import ReaderOptions, bytes_to_ask, read_all
@@ -37,8 +37,10 @@ class DiskSource:
         warnings: tuple[str, ...],
         watched: Sequence[OpenFile],
         options: ReaderOptions,
+        ambiguous: tuple[Failure, ...] = (),
     ) -> None:
         self.headers = headers
+        self.ambiguous = ambiguous
         self._places = places
         self._specs = MappingProxyType({name: place.spec for name, place in places.items()})
         self._manifest = manifest
@@ -49,14 +51,22 @@ class DiskSource:
 
     @classmethod
     def open(
-        cls, path: str, roots: Sequence[str], manifest_text: str = "", options: ReaderOptions | None = None
+        cls,
+        path: str,
+        roots: Sequence[str],
+        manifest_text: str = "",
+        options: ReaderOptions | None = None,
+        *,
+        allow_ambiguous: bool = False,
     ) -> DiskSource:
         """`path`: a safetensors file or a directory; links resolved, it must lie under one of `roots`.
 
-        `manifest_text`: the manifest as JSON, instead of the one beside the source. Raises Rejected with every fault
-        that was found, at most a hundred.
+        `manifest_text`: the manifest as JSON, instead of the one beside the source. `allow_ambiguous`: another file of
+        the folder may hold the same names, which `ambiguous` then lists; the caller knows what the content has to be.
+        Raises Rejected with every fault that was found, at most a hundred.
         """
-        return cls.open_layout(find_layout(path, roots), roots, manifest_text, options)
+        layout = find_layout(path, roots)
+        return cls.open_layout(layout, roots, manifest_text, options, allow_ambiguous=allow_ambiguous)
 
     @classmethod
     def open_layout(
@@ -67,6 +77,7 @@ class DiskSource:
         options: ReaderOptions | None = None,
         *,
         ignore_manifest: bool = False,
+        allow_ambiguous: bool = False,
     ) -> DiskSource:
         """The second half of `open`. Takes over the layout's open index."""
         watched = [layout.index] if layout.index is not None else []
@@ -77,12 +88,16 @@ class DiskSource:
             if manifest is not None:
                 specs = {name: place.spec for name, place in places.items()}
                 _raise_all(manifest_faults(manifest, specs, folder_hashes(layout.folder, roots)))
+            decided = manifest is not None and manifest.has_digests
+            ambiguous = () if decided else tuple(ambiguities(layout, headers.values(), roots))
+            if not allow_ambiguous:
+                _raise_all(ambiguous)
         except BaseException:
             for file in watched:
                 os.close(file.fd)
             raise
         warnings = (*layout.warnings, *size_warnings(layout, headers.values()))
-        return cls(headers, places, manifest, warnings, watched, options or ReaderOptions())
+        return cls(headers, places, manifest, warnings, watched, options or ReaderOptions(), ambiguous)
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:

@@ -7,15 +7,16 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transports.paths import OpenFile, read_text, resolve
-from transports.safetensors_header import Header
+from transports.paths import OpenFile, open_file, read_text, resolve
+from transports.safetensors_header import Header, read_names
 from updater.core.errors import Failure, Rejected, refuse
+from updater.manifest import INDEX_SUFFIX
+from updater.names import clean_name
 
 SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model" + INDEX_SUFFIX
 CONSOLIDATED = "model" + SUFFIX
 INDEX_LIMIT = 256 << 20
@@ -24,7 +25,11 @@ _NUMBERED = re.compile(r"(?P<stem>.*?)-?(?P<number>\d+)-of-(?P<count>\d+)\.safet
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`folder`: where `files` lie; `files`: relative names in natural order; `promised`: tensor -> file of an index."""
+    """`folder`: where `files` lie; `files`: relative names in natural order; `promised`: tensor -> file of an index.
+
+    `strays`: safetensors files of the folder that the index does not name; empty where the path names the index itself,
+    and so says what is meant.
+    """
 
     folder: str
     files: tuple[str, ...]
@@ -32,6 +37,7 @@ class Layout:
     total_size: int | None = None
     index: OpenFile | None = None
     warnings: tuple[str, ...] = field(default=())
+    strays: tuple[str, ...] = ()
 
     def path(self, file: str) -> str:
         return os.path.join(self.folder, file)
@@ -45,6 +51,8 @@ def find_layout(path: str, roots: Sequence[str]) -> Layout:
     real = resolve(path, roots)
     if not os.path.isdir(real):
         folder, file = os.path.split(os.path.abspath(path))
+        if file.endswith(INDEX_SUFFIX):
+            return replace(_indexed(folder, file, _present(folder), (), roots), strays=())
         return Layout(folder, (file,))
     folder = os.path.abspath(path)
     if os.path.realpath(folder) != real:  # `..` behind a link
@@ -122,6 +130,34 @@ def index_faults(layout: Layout, headers: Mapping[str, Header]) -> list[Failure]
     return faults
 
 
+def ambiguities(layout: Layout, headers: Iterable[Header], roots: Sequence[str]) -> list[Failure]:
+    """Files beside the index that hold tensors of the same names: nothing here says which of the two is meant.
+
+    By names alone, as a loader knows them: no tensor byte is read. A stray file without a readable header has none.
+    """
+    read = {clean_name(tensor.spec.name) for header in headers for tensor in header.tensors}
+    faults = []
+    for stray in layout.strays:
+        try:
+            file = open_file(layout.path(stray), roots, stray)
+            try:
+                names = read_names(file.fd, stray)
+            finally:
+                os.close(file.fd)
+        except Rejected:
+            continue
+        both = sorted(name for name in names if clean_name(name) in read)
+        if both:
+            text = f"holds {len(both)} tensors that the shards of the index hold too; no digests say which are meant"
+            faults.append(Failure("source_ambiguous", text, tensor=both[0], file=stray, hint=_way_out(layout, stray)))
+    return faults
+
+
+def _way_out(layout: Layout, stray: str) -> str:
+    index = layout.index.name if layout.index is not None else INDEX_NAME
+    return f"give the path of {index} or of {stray} instead of the folder's, or take away the one that is not meant"
+
+
 def size_warnings(layout: Layout, headers: Iterable[Header]) -> list[str]:
     """What an index says of the total size is often wrong in honest checkpoints: a warning."""
     total = sum(tensor.spec.nbytes for header in headers for tensor in header.tensors)
@@ -151,13 +187,10 @@ def _indexed(folder: str, name: str, present: set[str], indexes: Sequence[str], 
         os.close(opened.fd)
         raise
     files = natural(set(promised.values()))
-    warnings = [
-        f"{stray} is not in the index and is not read"
-        for stray in natural(present - set(files) - {name})
-        if stray.endswith(SUFFIX)
-    ]
+    strays = tuple(stray for stray in natural(present - set(files)) if stray.endswith(SUFFIX))
+    warnings = [f"{stray} is not in the index and is not read" for stray in strays]
     warnings += [f"{other} is not read: {name} is the index" for other in indexes if other != name]
-    return Layout(folder, tuple(files), promised, total, opened, tuple(warnings))
+    return Layout(folder, tuple(files), promised, total, opened, tuple(warnings), strays)
 
 
 def _check_numbering(files: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from transports.disk import DiskSource
 from transports.hashes import folder_hashes
-from transports.index import Layout, find_layout, index_faults, size_warnings
+from transports.index import Layout, ambiguities, find_layout, index_faults, size_warnings
 from transports.manifest_check import load_manifest, manifest_faults
 from transports.paths import open_file
 from transports.safetensors_header import Header, read_header
@@ -96,6 +96,8 @@ def _report(path: str, layout: Layout, roots: Sequence[str]) -> Report:
     faults += index_faults(layout, headers)
     specs = _specs(headers, faults)
     manifest = _manifest(layout, roots, specs, faults)
+    if manifest is None or not manifest.has_digests:
+        faults += ambiguities(layout, headers.values(), roots)
     proof = "none" if manifest is None else "digests" if manifest.has_digests else "structure_only"
     return Report(
         path=path,

@@ -31,10 +31,10 @@ class Transports:
 
     def open(self, offer: Offer, roots: tuple[str, ...], manifest: str, number: int) -> Source:
         """`roots`: for paths. `manifest`: JSON text, or empty to take what lies beside a path. `number`: which receiver
-        of a stream this is. Raises LiveweightsError.
+        of a stream this is. Raises LiveweightsError; whether an ambiguous folder will do is for the plan to say.
         """
         if isinstance(offer, DiskOffer):
-            return DiskSource.open(offer.path, roots, manifest)
+            return DiskSource.open(offer.path, roots, manifest, allow_ambiguous=True)
         try:
             promised = Manifest.from_json(manifest)
         except wire.WireError as error:

@@ -47,6 +47,17 @@ class Header:
 
 def read_header(fd: int, file: str) -> Header:
     """Read and check the header of an open file. Raises Rejected with every fault of this file."""
+    raw, size = _raw_header(fd, file)
+    return check_header(raw, size, file)
+
+
+def read_names(fd: int, file: str) -> frozenset[str]:
+    """The names in the header of an open file, whatever else its entries say. Raises Rejected without a header."""
+    return frozenset(_entries(_raw_header(fd, file)[0], file)) - {"__metadata__"}
+
+
+def _raw_header(fd: int, file: str) -> tuple[bytes, int]:
+    """(JSON of the header, bytes of the whole file)."""
     size = os.fstat(fd).st_size
     if size < PREFIX:
         raise refuse("file_truncated", f"{size} bytes, and a safetensors file has at least {PREFIX}", file=file)
@@ -55,7 +66,7 @@ def read_header(fd: int, file: str) -> Header:
         raise refuse("file_header", f"claims a header of {length} bytes; the limit is {HEADER_LIMIT}", file=file)
     if PREFIX + length > size:
         raise refuse("file_truncated", f"header ends at byte {PREFIX + length} of a file of {size} bytes", file=file)
-    return check_header(_pread(fd, length, PREFIX, file), size, file)
+    return _pread(fd, length, PREFIX, file), size
 
 
 def check_header(raw: bytes, size: int, file: str) -> Header:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -14,6 +15,8 @@ from math import prod
 from updater import wire
 
 FILE_NAME = "liveweights.manifest.json"
+#: How the name of a sharded checkpoint's index ends.
+INDEX_SUFFIX = ".safetensors.index.json"
 FORMAT = 1
 
 #: safetensors dtype name -> bits of one element. The whole list, also of types that no engine here loads.
@@ -128,6 +131,16 @@ class Manifest:
 
     def specs(self) -> dict[str, TensorSpec]:
         return {entry.name: entry.spec for entry in self.tensors}
+
+
+def real_path(path: str) -> str:
+    """Of a checkpoint, links followed. An index keeps its own name in its real folder: its shards lie beside the name,
+    not where a link of it ends, as in a hub's cache.
+    """
+    if path.endswith(INDEX_SUFFIX):
+        folder, name = os.path.split(path)
+        return os.path.join(os.path.realpath(folder), name)
+    return os.path.realpath(path)
 
 
 def content_digest(entries: Iterable[TensorEntry]) -> str:

@@ -30,7 +30,8 @@ class RankPlan:
     """Open the source, make the placement, prove this rank's destination coverage. Reads no tensor byte.
 
     `roots`: folders under which the path of a disk offer must lie, links resolved. `start`: this is the replay of the
-    start checkpoint. `first`: number of the replica's first receiver in a stream; ranks follow in order.
+    start checkpoint. `first`: number of the replica's first receiver in a stream; ranks follow in order. `known`: what
+    the content must be is known already, and the vote compares it (a catch-up).
     """
 
     serial: int
@@ -41,6 +42,7 @@ class RankPlan:
     allow_nonfinite: bool = False
     start: bool = False
     first: int = 0
+    known: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from engine_adapter.placement.coverage import check_destination, check_rows, sou
 from engine_adapter.placement.rows import CopyRow, Placement
 from engine_adapter.rank.messages import RankPlan, RankPlanReply, SourceBoxes, WireTensor
 from transports.base import Box, Source
+from transports.disk import DiskSource
 from transports.dtypes import DTYPE_NAMES
 from transports.stream import StreamSource
 from updater.core.errors import Failure, Rejected
@@ -68,6 +69,8 @@ def make_plan(engine: RankEngine, tensors: Mapping[str, torch.Tensor], request: 
 
 
 def _planned(engine: RankEngine, tensors: Mapping[str, torch.Tensor], request: RankPlan, source: Source) -> Plan:
+    if isinstance(source, DiskSource) and source.ambiguous and not request.known:
+        raise Rejected(*(failure.at(rank=engine.rank) for failure in source.ambiguous))
     manifest = source.manifest
     patterns = manifest.ignored if manifest is not None else ()
     specs = {n: s for n, s in source.specs.items() if not any(fnmatchcase(n, pattern) for pattern in patterns)}

@@ -95,7 +95,12 @@ class RankWork:
         same_build(self._pool.hellos)
         deadline = self._deadlines.start_s
         plan = RankPlan(
-            serial=0, offer=DiskOffer(self._model), roots=(self._model, *self._roots), manifest="", start=True
+            serial=0,
+            offer=DiskOffer(self._model),
+            roots=(self._model, *self._roots),
+            manifest="",
+            start=True,
+            known=True,  # by the live bytes, which the replay is compared with
         )
         planned = await self._fan_out_plan(plan, None, InstallMode.AUTO)
         await self._pool.call("stage", RankStage(0, deadline), deadline_s=deadline)
@@ -151,6 +156,7 @@ class RankWork:
             manifest=request.manifest,
             allow_narrowing=request.allow_narrowing,
             allow_nonfinite=request.allow_nonfinite,
+            known=request.kind is Kind.CATCH_UP,
         )
         planned = await self._fan_out_plan(rank_plan, request, install)
         first = planned.replies[0]

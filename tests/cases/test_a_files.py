@@ -13,6 +13,7 @@ import random
 import shutil
 import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from transports.contract import digests, fetch, noise
 from transports.digest import tensor_digest, to_hex
 from transports.disk import DiskSource
 from transports.index import find_layout
+from transports.inspect import inspect
 from transports.manifests import build_manifest, save_manifest, verify_manifest, write_manifest
 from transports.reader import ReaderOptions
 from transports.requests import Limits
@@ -38,6 +40,7 @@ from transports.testing import (
     write_index,
     write_sharded,
 )
+from updater.coordinator.requests import resolved
 from updater.core.errors import LiveweightsError
 from updater.manifest import DTYPE_BITS
 
@@ -276,12 +279,73 @@ def test_B014_every_fault_is_listed(v8: Path) -> None:
         opened(v8)
 
 
-def test_B015_a_consolidated_file_beside_its_shards_is_not_read(v8: Path) -> None:
-    write_checkpoint(v8 / "model.safetensors", everything(shards(seed=7)))
+# B015, F03: a whole second checkpoint beside the indexed one. Which of the two is newer, no header says.
+
+
+@pytest.mark.case("F03")
+@pytest.mark.parametrize("stray", ["model.safetensors", "model-00001-of-00001.safetensors"])
+@pytest.mark.parametrize("wrapper", ["", "module."])
+def test_B015_the_same_names_beside_the_index_are_ambiguous(v8: Path, stray: str, wrapper: str) -> None:
+    write_checkpoint(v8 / stray, {wrapper + name: tensor for name, tensor in everything(shards(seed=7)).items()})
+    with refused("source_ambiguous", files=[stray]) as caught:
+        opened(v8)
+    assert caught[0].failures[0].hint
+    assert [(fault.code, fault.file) for fault in inspect(str(v8)).faults] == [("source_ambiguous", stray)]
+    with refused("source_ambiguous", files=[stray]):
+        build_manifest(str(v8))
+
+
+@pytest.mark.case("F03")
+def test_B015_one_name_is_enough_and_a_file_that_is_cut_short_has_names_too(v8: Path) -> None:
+    stray = write_checkpoint(v8 / "model.safetensors", {K: noise("BF16", (8, 16), 7)})
+    os.truncate(stray, stray.stat().st_size - 1)
+    with refused("source_ambiguous", tensors=[K], files=["model.safetensors"]):
+        opened(v8)
+
+
+@pytest.mark.case("F03")
+@pytest.mark.parametrize("beside", ["other names", "no header"])
+def test_B015_a_file_of_other_names_is_left_alone(v8: Path, beside: str) -> None:
+    stray = write_checkpoint(v8 / "consolidated.safetensors", {"layers.0.wq.weight": noise("BF16", (8, 16), 7)})
+    if beside == "no header":
+        stray.write_bytes(b"\0" * 4)
     with opened(v8) as source:
         assert digests(fetch(source)) == digests(everything(shards()))
         assert len(source.warnings) == 1
-        assert "model.safetensors" in source.warnings[0].split()
+        assert stray.name in source.warnings[0].split()
+
+
+@pytest.mark.case("F03")
+def test_B015_digests_beside_it_say_that_the_indexed_files_are_meant(v8: Path) -> None:
+    manifest = build_manifest(str(v8))
+    write_checkpoint(v8 / "model.safetensors", everything(shards(seed=7)))
+    bare = replace(manifest, tensors=tuple(replace(entry, digest="") for entry in manifest.tensors))
+    with refused("source_ambiguous"):
+        opened(v8, manifest=bare.to_json())
+    with opened(v8, manifest=manifest.to_json()) as source:
+        assert digests(fetch(source)) == digests(everything(shards()))
+    save_manifest(manifest, str(v8))
+    assert verify_manifest(str(v8)) == manifest
+    assert inspect(str(v8)).sound
+
+
+@pytest.mark.case("F03")
+def test_B015_a_path_that_names_the_file_or_the_index_is_plain(v8: Path, tmp_path: Path) -> None:
+    alone = write_checkpoint(v8 / "model.safetensors", everything(shards(seed=7)))
+    index = v8 / "model.safetensors.index.json"
+    with opened(alone) as source:
+        assert digests(fetch(source)) == digests(everything(shards(seed=7)))
+    with opened(index) as source:
+        assert digests(fetch(source)) == digests(everything(shards()))
+    write_manifest(str(index))
+    with opened(v8) as source:
+        assert digests(fetch(source)) == digests(everything(shards()))
+    # a hub's snapshot: the index is a link, and its shards lie beside the link
+    moved = index.rename(tmp_path / "blob")
+    index.symlink_to(moved)
+    named = resolved(str(index), (tmp_path,))
+    with DiskSource.open(named, (str(tmp_path),)) as source:
+        assert digests(fetch(source)) == digests(everything(shards()))
 
 
 @pytest.mark.parametrize(

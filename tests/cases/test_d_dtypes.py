@@ -21,7 +21,7 @@ from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import Tensors, checkpoint, holds, manifest_of, replica, sliced
 from transports.base import Source
 from transports.disk import DiskSource
-from transports.testing import LyingSource, MemorySource, PoisonSource, refused, write_checkpoint
+from transports.testing import LyingSource, MemorySource, PoisonSource, refused, write_checkpoint, write_sharded
 from updater.core.errors import LiveweightsError
 from updater.core.participant import DiskOffer
 from updater.core.policy import InstallMode
@@ -301,3 +301,16 @@ def test_a_rank_agent_opens_the_disk_by_itself(tmp_path: Path) -> None:
     assert (reply.bytes_to_read, reply.manifest_digest) == (48, "")
     with refused("source_outside_roots"):
         agent.plan(RankPlan(2, DiskOffer(str(tmp_path)), (str(tmp_path / "other"),), ""))
+
+
+@pytest.mark.case("F03")
+def test_an_ambiguous_folder_does_only_where_its_content_is_known(tmp_path: Path) -> None:
+    """A start is compared with the live bytes, a catch-up with the content digest of what is live."""
+    weight = torch.arange(12.0).view(3, 4)
+    write_sharded(tmp_path, [{"w": weight}])
+    write_checkpoint(tmp_path / "model.safetensors", {"w": weight + 1})
+    agent = RankAgent(BareEngine({"w": (3, 4)}, Rules(), dtypes={"w": torch.float32}))
+    plan = RankPlan(1, DiskOffer(str(tmp_path)), (str(tmp_path),), "")
+    with refused("source_ambiguous", files=["model.safetensors"]):
+        agent.plan(plan)
+    assert agent.plan(replace(plan, known=True)).bytes_to_read == 48

@@ -148,7 +148,7 @@ def engine(
 
 @app.command()
 def push(
-    path: Annotated[Path, typer.Argument(help="A safetensors file, or a folder with its index.")],
+    path: Annotated[Path, typer.Argument(help="A safetensors file, a folder, or an index file.")],
     version: Annotated[str, typer.Argument(help="A step of the current run, or run-step.")],
     url: Url = DEFAULT_URL,
     in_flight: Annotated[InFlight, typer.Option(help="What happens to running requests.")] = InFlight.DRAIN,
@@ -168,8 +168,10 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Publish a checkpoint and wait for the receipt."""
+    from updater.manifest import real_path
+
     body: dict[str, Any] = {
-        "path": str(path.resolve()),
+        "path": real_path(str(path)),
         "version": int(version) if version.isdecimal() else version,
         "policy": {
             "in_flight": in_flight.value,

@@ -18,7 +18,7 @@ from updater.core.participant import STREAMS, DiskOffer, Kind, Offer, StreamOffe
 from updater.core.policy import Policy, conflict
 from updater.core.state import FleetState
 from updater.core.version import START, Version
-from updater.manifest import Manifest
+from updater.manifest import Manifest, real_path
 from updater.schemas import PolicyBody, Receipt, RollbackRequest, RunStep, UpdateRequest
 
 #: (body hash, receipt or None while it runs) of an id that was used before; None: it was not.
@@ -154,7 +154,7 @@ def resolved(path: str, roots: tuple[Path, ...]) -> str:
         raise refuse("source_outside_roots", "the path does not lie under a configured root", file=path)
     if not real.exists():
         raise refuse("source_missing", "nothing lies there", file=path)
-    return str(real)
+    return real_path(path)
 
 
 def _manifest(given: dict[str, Any] | str | None, uploaded: Callable[[str], str | None]) -> str:

@@ -47,6 +47,7 @@ CODES: dict[str, int] = {
     "source_outside_roots": 422,
     "source_missing": 422,
     "source_changed": 422,
+    "source_ambiguous": 422,
     "file_truncated": 422,
     "file_header": 422,
     "file_dtype": 422,
