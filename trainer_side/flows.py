@@ -78,16 +78,19 @@ def ask(call: Call) -> Flow[Mapping[str, Any]]:
 
 
 def begin(body: Mapping[str, Any], *, wait: bool, timeout_s: float) -> Flow[Mapping[str, Any]]:
-    """`POST /v1/updates`. The body gets an id if it has none, so that a repeat after a broken connection joins it."""
+    """`POST /v1/updates`. A repeat after a broken connection joins the update that the first one began: a path on disk
+    has the coordinator's own id for that, `run-step`; everything else gets one here if it has none.
+    """
     named = dict(body)
-    named.setdefault("id", _fresh_id(named.get("version")))
+    if not _has_default(named):
+        named.setdefault("id", fresh_id(named.get("version")))
     return (yield from ask(Call("POST", "/v1/updates", named, _wait(wait), timeout_s if wait else CALL_S)))
 
 
 def rollback(body: Mapping[str, Any], *, wait: bool, timeout_s: float) -> Flow[Mapping[str, Any]]:
     """`POST /v1/rollback`."""
     named = dict(body)
-    named.setdefault("id", _fresh_id("rollback"))
+    named.setdefault("id", fresh_id("rollback"))
     return (yield from ask(Call("POST", "/v1/rollback", named, _wait(wait), timeout_s if wait else CALL_S)))
 
 
@@ -189,7 +192,17 @@ def _wait(wait: bool) -> tuple[tuple[str, str], ...]:
     return (("wait", "true"),) if wait else ()
 
 
-def _fresh_id(version: object) -> str:
+def _has_default(body: Mapping[str, Any]) -> bool:
+    """Whether the same body, sent again, gets the same `run-step` and means the same update.
+
+    A step of the next run does not: once it is live, the next run is another one.
+    """
+    source, policy = body.get("source"), body.get("policy")
+    disk = "path" in body or (isinstance(source, Mapping) and source.get("kind", "disk") == "disk")
+    return disk and not (isinstance(policy, Mapping) and policy.get("new_run"))
+
+
+def fresh_id(version: object) -> str:
     """Names one attempt to publish: the same version may be tried again, repaired, as another transaction."""
     if isinstance(version, Mapping):
         version = f"{version.get('run')}-{version.get('step')}"

@@ -79,6 +79,8 @@ class FolderSending:
             raise failed
         self.written()
         body = {**self._terms.body(), "path": str(self._folder)}
+        if self._shelf is not None:  # written for this push alone: no other request is the same
+            body.setdefault("id", flows.fresh_id(body["version"]))
         if self._lease_s is not None:
             body["lease_s"] = self._lease_s
         state = UpdateState.model_validate(self._link.run(flows.begin(body, wait=False, timeout_s=flows.CALL_S)))

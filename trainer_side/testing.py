@@ -73,7 +73,7 @@ class FakeCoordinator:
         source = body.get("source")
         seats = [{"replica": "r0", "incarnation": "i0", "first": 0, "ranks": 2}]
         self.state = {
-            "id": body["id"],
+            "id": body.get("id", "0-7"),  # the default that a coordinator finds
             "serial": 4,
             "kind": "update",
             "version": "0-7",

@@ -261,6 +261,62 @@ def test_the_same_request_is_the_same_update(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+@pytest.mark.case("F06")
+def test_a_path_that_was_written_over_is_not_what_is_live(tmp_path: Path) -> None:
+    """A repeat joins what is live: under a chosen id always, else unless its source was seen to change."""
+
+    async def scenario(service: LocalService) -> None:
+        (front,) = await service.join("one")
+        weights = Path(service.checkpoint("ckpt", "first"))
+        body = {"path": str(weights), "version": 7}
+        first = (await service.post("/v1/updates?wait=true", body)).json()
+        again = await service.post("/v1/updates?wait=true", body)
+        assert (again.status_code, again.json()) == (200, first)
+        service.checkpoint("ckpt", "other")
+        refused = await service.post("/v1/updates?wait=true", body)
+        assert (refused.status_code, code(refused), refused.json()["live_version"]) == (412, "stale_version", "0-7")
+        (failure,) = refused.json()["failures"]
+        assert (failure["file"], bool(failure["hint"])) == (weights.name, True)
+        assert (await service.post("/v1/updates?wait=true", {**body, "id": "0-7"})).json() == first
+        await asyncio.to_thread(weights.unlink)
+        for more in ({}, {"id": "0-7"}):  # a retry after the folder was pruned gets its receipt
+            pruned = await service.post("/v1/updates?wait=true", {**body, **more})
+            assert (pruned.status_code, pruned.json()) == (200, first)
+        assert front.asked("plan") == 1
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.case("F06")
+def test_the_default_id_of_another_request_is_no_repeat(tmp_path: Path) -> None:
+    async def scenario(service: LocalService) -> None:
+        await service.join("one")
+        await service.push(7)
+        other = {"path": service.checkpoint("other"), "version": 7}
+        answer = await service.post("/v1/updates?wait=true", other)
+        assert (answer.status_code, code(answer)) == (412, "stale_version")
+        assert (await service.post("/v1/updates?wait=true", {**other, "version": 8})).json()["id"] == "0-8"
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.case("F06")
+def test_while_it_runs_the_default_id_joins_whatever_becomes_of_the_path(tmp_path: Path) -> None:
+    async def scenario(service: LocalService) -> None:
+        (front,) = await service.join("one")
+        front.hold["stage"] = asyncio.Event()
+        path = service.checkpoint("v7")
+        first = asyncio.create_task(service.post("/v1/updates?wait=true", {"path": path, "version": 7}))
+        await settle()
+        service.checkpoint("v7", "written over")
+        second = asyncio.create_task(service.post("/v1/updates?wait=true", {"path": path, "version": 7}))
+        await settle()
+        front.hold["stage"].set()
+        assert (await first).json()["id"] == (await second).json()["id"] == "0-7"
+
+    run(tmp_path, scenario)
+
+
 def test_a_failed_update_under_a_chosen_id_stays_what_it_was(tmp_path: Path) -> None:
     async def scenario(service: LocalService) -> None:
         (front,) = await service.join("one")

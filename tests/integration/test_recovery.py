@@ -121,6 +121,25 @@ def test_an_installation_that_is_not_finished_everywhere_is_taken_back(tmp_path:
     run(main)
 
 
+@pytest.mark.case("F06")
+def test_the_next_coordinator_knows_how_a_source_looked(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    async def main() -> None:
+        first = world.service()
+        await first.coordinator.start()
+        await world.seven_is_live(first)
+        await first.crash()
+        async with world.service() as second:
+            await second.advance(10)
+            assert (await second.push(7)).json()["outcome"] == "committed"
+            refused = await second.push(7, "written over")
+            assert (refused.status_code, refused.json()["code"]) == (412, "stale_version")
+            assert refused.json()["failures"][0]["hint"]
+
+    run(main)
+
+
 class NoFacts(Journal):
     """Cannot write down what a vote settled."""
 

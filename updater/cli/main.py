@@ -161,7 +161,7 @@ def push(
     allow_nonfinite: Annotated[bool, typer.Option(help="Accept NaN and infinity.")] = False,
     new_run: Annotated[bool, typer.Option(help="Open the next run; VERSION is a step of it.")] = False,
     manifest: Annotated[bool, typer.Option(help="Write the manifest beside the checkpoint first.")] = False,
-    id: Annotated[str | None, typer.Option(help="Idempotency key; default: a fresh one.")] = None,
+    id: Annotated[str | None, typer.Option(help="Idempotency key; default: run-step; fresh for a stream.")] = None,
     transport: Annotated[
         Transport, typer.Option(help="Other than disk, this process sends the bytes.")
     ] = Transport.DISK,

@@ -13,7 +13,7 @@ from updater.coordinator.journal import Journal, JournalFailed, Request
 from updater.coordinator.machine import Machine
 from updater.coordinator.metrics import Metrics
 from updater.coordinator.recover import Found, result_of
-from updater.coordinator.requests import Asked, asked_rollback, asked_update, sealed_manifest
+from updater.coordinator.requests import Asked, Before, asked_rollback, asked_update, sealed_manifest
 from updater.coordinator.timeline import Timeline
 from updater.coordinator.updates import Lease, Update, receipt_of, shortened
 from updater.core import events as ev
@@ -66,10 +66,11 @@ class Desk:
         event = asked.event
         known = self._known(event.update)
         if known is not None:
-            if known[0] != event.body_hash:
+            if known.body_hash != event.body_hash:
                 raise self.error(Failure("id_reused", f"{event.update!r} was used with another body"))
             return self.find(event.update)
         update = self._new(event.update, event.body_hash, asked.body, event.kind, asked.version)
+        update.source = asked.source
         if event.manifest:
             self._keep(update, event.manifest)
         answer = self._machine.ask(event)
@@ -106,15 +107,17 @@ class Desk:
         with self._machine.journaled():
             return self._journal.manifest(digest)
 
-    def _known(self, update_id: str) -> tuple[str, Receipt | None] | None:
+    def _known(self, update_id: str) -> Before | None:
         running = self._running.get(update_id)
         if running is not None:
-            return running.body_hash, None
+            return Before(running.body_hash)
         with self._machine.journaled():
             request = self._journal.request(update_id)
         if request is None:
             return None
-        return request.body_hash, Receipt.model_validate_json(request.receipt) if request.receipt else None
+        if not request.receipt:
+            return Before(request.body_hash)
+        return Before(request.body_hash, Receipt.model_validate_json(request.receipt), _facts(request).source)
 
     # -- while it runs
 
@@ -222,7 +225,7 @@ class Desk:
     def _settle(self, update: Update, voted: Transaction) -> None:
         """The vote is complete and nothing has paused: what it said becomes durable."""
         phases_ms = update.timeline.phases_ms(self._clock.now())
-        update.facts = facts_of(voted, update.plans, update.observed, phases_ms)
+        update.facts = facts_of(voted, update.plans, update.observed, phases_ms, update.source)
         self._journal.put_facts(update.id, wire.encode(update.facts).decode())
 
     def _show(self, update: Update) -> None:

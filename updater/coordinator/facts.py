@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from updater.coordinator.sources import UNSEEN, Seen
 from updater.core.participant import PlanReply
 from updater.core.state import Transaction
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """`observed`: content digest per member. `phases_ms`: of the phases up to the vote. Empty: nothing was settled."""
+    """`observed`: content digest per member. `phases_ms`: of the phases up to the vote. `source`: what was read, as it
+    looked before it was planned. Empty: nothing was settled.
+    """
 
     proof: str = ""
     bytes_read: int = 0
@@ -22,10 +25,15 @@ class Facts:
     observed: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     phases_ms: dict[str, float] = field(default_factory=dict)
+    source: Seen = UNSEEN
 
 
 def facts_of(
-    update: Transaction, plans: Mapping[str, PlanReply], observed: Mapping[str, str], phases_ms: Mapping[str, float]
+    update: Transaction,
+    plans: Mapping[str, PlanReply],
+    observed: Mapping[str, str],
+    phases_ms: Mapping[str, float],
+    source: Seen,
 ) -> Facts:
     """Of an update that all members have voted for."""
     replies = plans.values()
@@ -38,4 +46,5 @@ def facts_of(
         observed=dict(observed),
         warnings=tuple(dict.fromkeys([*(line for plan in replies for line in plan.warnings), *update.warnings])),
         phases_ms=dict(phases_ms),
+        source=source,
     )

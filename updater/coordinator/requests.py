@@ -11,8 +11,9 @@ from typing import Any
 
 from updater import wire
 from updater.coordinator.journal import canonical
+from updater.coordinator.sources import UNSEEN, Seen, changed, seen
 from updater.core.begin import wanted_version
-from updater.core.errors import refuse
+from updater.core.errors import Rejected, refuse
 from updater.core.events import Begin
 from updater.core.participant import STREAMS, DiskOffer, Kind, Offer, StreamOffer
 from updater.core.policy import Policy, conflict
@@ -21,18 +22,33 @@ from updater.core.version import START, Version
 from updater.manifest import Manifest, real_path
 from updater.schemas import PolicyBody, Receipt, RollbackRequest, RunStep, UpdateRequest
 
-#: (body hash, receipt or None while it runs) of an id that was used before; None: it was not.
-Known = Callable[[str], tuple[str, Receipt | None] | None]
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """An id that was used before. `receipt`: None while it runs. `source`: what it read, as it looked then."""
+
+    body_hash: str
+    receipt: Receipt | None = None
+    source: Seen = UNSEEN
+
+
+#: None: this id was not used before.
+Known = Callable[[str], Before | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A checked request. `body`: canonical JSON that the hash is of; `lease_s`: None where the client named none."""
+    """A checked request. `body`: canonical JSON that the hash is of; `lease_s`: None where the client named none.
+
+    `source`: what it reads, as it looks now. Of a request that was made before neither this nor its offer is looked at:
+    the folder may have been pruned since, and the receipt is due all the same (I7).
+    """
 
     event: Begin
     version: str
     body: str
     lease_s: float | None
+    source: Seen = UNSEEN
 
 
 def asked_update(
@@ -54,15 +70,28 @@ def asked_update(
         step=step,
         run=run,
         base=_label(request.base_version, "base_version") if request.base_version is not None else None,
-        offer=_offer(request, roots),
-        manifest=_manifest(request.manifest, uploaded),
         policy=policy,
     )
-    version = wanted_version(state, event)
+    version = str(wanted_version(state, event))
     if request.id is None:
         live = str(state.live.label.version) if state.live is not None else ""
-        event = _named(event, str(version), known, live)
-    return Asked(event, str(version), body, request.lease_s)
+        event = _named(event, version, known, live, lambda: _looks(request, roots))
+    if known(event.update) is not None:
+        return Asked(event, version, body, request.lease_s)
+    offer = _offer(request, roots)
+    source = seen(offer.path) if isinstance(offer, DiskOffer) else UNSEEN
+    event = replace(event, offer=offer, manifest=_manifest(request.manifest, uploaded))
+    return Asked(event, version, body, request.lease_s, source)
+
+
+def _looks(request: UpdateRequest, roots: tuple[Path, ...]) -> Seen:
+    """Of what the request names, now. Gone or out of reach: nothing is seen."""
+    if request.transport != "disk":
+        return UNSEEN
+    try:
+        return seen(resolved(request.disk_path, roots))
+    except Rejected:
+        return UNSEEN
 
 
 def _offer(request: UpdateRequest, roots: tuple[Path, ...]) -> Offer:
@@ -132,14 +161,24 @@ def _hashed(kind: Kind, request: UpdateRequest | RollbackRequest) -> tuple[str, 
     return body, hashlib.sha256(body.encode()).hexdigest()
 
 
-def _named(event: Begin, label: str, known: Known, live: str) -> Begin:
-    """The default id: `run-step`. It repeats what runs, or what was committed and is live. Otherwise the next free of
-    `run-step.2`, ...: after a try that failed the version may be published yet; after a rollback it may not, and the
-    machine says so, where the old receipt would mislead."""
+def _named(event: Begin, label: str, known: Known, live: str, looks: Callable[[], Seen]) -> Begin:
+    """The default id: `run-step`. It repeats what runs, or what was committed and is live by the same body and from a
+    source that was not seen to change. Otherwise the next free of `run-step.2`, ...: after a try that failed the
+    version may be published yet; after a rollback it may not, and the machine says so, where the old receipt would
+    mislead.
+
+    Raises `stale_version` for a source that has changed: the receipt would say of the new bytes that they are live.
+    """
     name, number = label, 1
     while True:
         before = known(name)
-        if before is None or before[1] is None or (before[1].outcome == "committed" and label == live):
+        if before is None or before.receipt is None:
+            return replace(event, update=name)
+        if before.receipt.outcome == "committed" and label == live and before.body_hash == event.body_hash:
+            file = changed(before.source, looks())
+            if file:
+                text = f"{label} is live, and its source is not what it was when it was published"
+                raise refuse("stale_version", text, file=file, hint="publish it as the next step")
             return replace(event, update=name)
         number += 1
         name = f"{label}.{number}"

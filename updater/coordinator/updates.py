@@ -9,6 +9,7 @@ from typing import Any
 
 from updater.coordinator.clock import Clock, Timer
 from updater.coordinator.facts import Facts
+from updater.coordinator.sources import UNSEEN, Seen
 from updater.coordinator.timeline import Timeline
 from updater.core.effects import Outcome, Result
 from updater.core.participant import Kind, PlanReply, VerifyReply
@@ -49,7 +50,7 @@ class Update:
     """One update in flight. `done` is set when `receipt` is there and durable, or the coordinator stopped.
 
     `facts`: what its vote settled, also if a former coordinator saw it. `restarted`: its times began before this life.
-    `manifests`: names of the files that it may need.
+    `manifests`: names of the files that it may need. `source`: what it reads, as it looked before it was planned.
     """
 
     id: str
@@ -70,6 +71,7 @@ class Update:
     facts: Facts = field(default_factory=Facts)
     restarted: bool = False
     manifests: set[str] = field(default_factory=set)
+    source: Seen = UNSEEN
     done: asyncio.Event = field(default_factory=asyncio.Event)
     watchers: set[asyncio.Queue[tuple[str, dict[str, Any]] | None]] = field(default_factory=set)
 

@@ -80,9 +80,10 @@ class LocalService:
         await settle()
 
     def checkpoint(self, name: str, content: str = "") -> str:
-        """A source whose bytes are `content` (default: its name); returns its path."""
-        path = self.root / name
-        path.write_text(content or name)
+        """A source whose bytes are `content` (default: its name); returns its path. What is there already stays."""
+        path, text = self.root / name, content or name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
         return str(path)
 
     async def join(self, *names: str, start: str = "start") -> list[SimulatedFront]:

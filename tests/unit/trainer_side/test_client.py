@@ -57,6 +57,9 @@ class Recorder:
         return [json.loads(request.content) for request in self.requests]
 
 
+STREAMED: dict[str, Any] = {"source": {"kind": "broadcast", "address": "a", "session": "s"}, "version": 7}
+
+
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flows, "BACKOFF_S", (0.0,) * len(flows.BACKOFF_S))
@@ -70,9 +73,7 @@ def test_update_waits_and_returns_the_receipt() -> None:
     (request,) = asked.requests
     assert (request.method, request.url.path, dict(request.url.params)) == ("POST", "/v1/updates", {"wait": "true"})
     assert request.headers["authorization"] == "Bearer secret-token"
-    body = asked.bodies()[0]
-    assert body.pop("id").startswith("7-")
-    assert body == {"path": "/ckpts/v7", "version": 7}
+    assert asked.bodies() == [{"path": "/ckpts/v7", "version": 7}]
 
 
 def test_no_token_sends_no_header() -> None:
@@ -84,18 +85,28 @@ def test_no_token_sends_no_header() -> None:
 @pytest.mark.usefixtures("no_waiting")
 def test_a_broken_connection_is_tried_again_under_the_same_id() -> None:
     asked = Recorder(httpx.ConnectError, httpx.RemoteProtocolError, httpx.Response(200, json=RECEIPT))
-    assert client(asked).update({"path": "/p", "version": 7}).outcome == "committed"
+    assert client(asked).update(STREAMED).outcome == "committed"
     assert len(asked.requests) == 3
     assert len({body["id"] for body in asked.bodies()}) == 1
 
 
+@pytest.mark.case("F06")
 @pytest.mark.usefixtures("no_waiting")
-def test_two_pushes_of_a_version_have_two_ids() -> None:
+@pytest.mark.parametrize(
+    ("body", "ids"),
+    [
+        (STREAMED, 2),
+        ({"path": "/p", "version": 7}, 0),
+        ({"source": {"kind": "disk", "path": "/p"}, "version": "0-7"}, 0),
+        ({"path": "/p", "version": 7, "policy": {"new_run": True}}, 2),  # once it is live, the next run is another
+    ],
+)
+def test_two_pushes_have_two_ids_where_the_coordinator_knows_no_default(body: dict[str, Any], ids: int) -> None:
     asked = Recorder(httpx.Response(200, json=RECEIPT), httpx.Response(200, json=RECEIPT))
     one = client(asked)
-    one.update({"version": 7})
-    one.update({"version": 7})
-    assert len({body["id"] for body in asked.bodies()}) == 2
+    one.update(body)
+    one.update(body)
+    assert len({sent["id"] for sent in asked.bodies() if "id" in sent}) == ids
 
 
 @pytest.mark.usefixtures("no_waiting")
@@ -209,7 +220,7 @@ def test_the_async_twin_tries_again() -> None:
     async def story() -> None:
         asked = Recorder(httpx.ConnectError, httpx.Response(200, json=RECEIPT))
         async with async_client(asked) as one:
-            await one.update({"version": 7})
+            await one.update(STREAMED)
         assert len({body["id"] for body in asked.bodies()}) == 1
 
     asyncio.run(story())

@@ -71,12 +71,14 @@ def test_only_what_differs_from_the_defaults_is_sent(coordinator: FakeCoordinato
     assert coordinator.bodies[0]["id"] == "mine"
 
 
+@pytest.mark.case("F06")
 def test_a_folder_is_pushed_as_it_lies(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     folder.mkdir()
     (tmp_path / "link").symlink_to(folder)
     push(tmp_path / "link", 7, url=coordinator.url, token="")
     assert coordinator.bodies[0]["path"] == str(folder.resolve())
+    assert "id" not in coordinator.bodies[0]  # the coordinator's own: `run-step`
     assert list(folder.iterdir()) == []
 
 
