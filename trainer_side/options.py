@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, cast
 
@@ -73,6 +73,7 @@ class Asking(TypedDict, total=False):
     """Keyword arguments that become `Asked`."""
 
     policy: Policy | Mapping[str, Any] | None
+    allow_suspicious: Sequence[str]
     hooks: Hooks | None
     id: str | None
     base_version: str | Version | None
@@ -86,6 +87,7 @@ class Asked:
     """One push, beside its weights. Raises Rejected `bad_request` for a version that is none.
 
     `version`: a step of the current run, `run-step`, or a `Version`. `policy`: what differs from the defaults.
+    `allow_suspicious`: patterns of tensors that may hold no normal number; part of the policy.
     `base_version`: refuse unless this one is live. `id`: names this update; asked again it is the same one.
     `hooks`: called as it goes on. `lease_s`: how long a stream lives without a sign of this process (renewed in the
     background). `timeout_s`: how long to wait for the end. `progress`: told of bytes that were written or sent.
@@ -93,6 +95,7 @@ class Asked:
 
     version: int | str | Version
     policy: Policy | Mapping[str, Any] | None = None
+    allow_suspicious: Sequence[str] = ()
     hooks: Hooks | None = None
     id: str | None = None
     base_version: str | Version | None = None
@@ -102,7 +105,8 @@ class Asked:
     terms: Terms = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "terms", Terms.of(self.version, self.policy, self.id, self.base_version))
+        terms = Terms.of(self.version, self.policy, self.id, self.base_version)
+        object.__setattr__(self, "terms", terms.allowing(self.allow_suspicious))
 
 
 class PushOptions(PusherOptions, Asking, total=False):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer_side import flows
@@ -39,6 +39,13 @@ class Terms:
             version = _parsed(version)
         base = None if base_version is None else str(base_version)
         return cls(str(version) if isinstance(version, Version) else version, _policy(policy), id, base)
+
+    def allowing(self, suspicious: Sequence[str]) -> Terms:
+        """The same with more in the policy."""
+        if not suspicious:
+            return self
+        both = (*self.policy.get("allow_suspicious", ()), *suspicious)
+        return replace(self, policy={**self.policy, "allow_suspicious": list(dict.fromkeys(both))})
 
     def body(self) -> dict[str, Any]:
         """Of the request, without its source."""

@@ -1,10 +1,13 @@
-"""Two scans of staged bytes: is anything not finite, is everything zero."""
+"""Scans of staged bytes: is anything not finite, is everything zero, is there a normal number."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
+
+from transports.dtypes import TORCH_DTYPES
+from updater.manifest import TensorSpec
 
 _BLOCK = 1 << 20  # elements: large beside a call's cost, small beside a closer look
 _FIRST = 4096
@@ -46,6 +49,30 @@ def is_zero(tensor: torch.Tensor) -> bool:
     return not any(_any(block) for block in _blocks(values, _FIRST, grow=True))
 
 
+#: Floating dtypes of a source in which a tensor without a normal number says that something went wrong.
+_JUDGED = frozenset({"F16", "BF16", "F32", "F64"})
+
+
+def judged(spec: TensorSpec) -> bool:
+    """Whether a source tensor has to hold a normal number: floats of 16 bits and more, of two dimensions or more."""
+    return spec.dtype in _JUDGED and len(spec.shape) >= 2
+
+
+def has_normal(tensor: torch.Tensor, wire: str) -> bool:
+    """Whether a number that is normal in the dtype `wire` (a safetensors name) is in it: not zero, subnormal or NaN.
+
+    `tensor`: any shape, strides and floating dtype, cast from the wire's; others are not judged.
+
+    Small blocks come first: weights have a normal number at once, and only what has none is read whole.
+    """
+    values = tensor.detach()
+    if not values.is_floating_point():
+        return True
+    mine, least = torch.finfo(values.dtype), torch.finfo(TORCH_DTYPES[wire]).tiny
+    least = max(least, mine.tiny * mine.eps)  # what this dtype cannot hold would be compared with zero
+    return any(bool((block.abs() >= least).any()) for block in _blocks(values, _FIRST, grow=True))
+
+
 def _any(block: torch.Tensor) -> bool:
     if block.is_floating_point() and block.element_size() == 1:
         block = block.to(torch.float32)
@@ -60,9 +87,12 @@ def _blocks(values: torch.Tensor, size: int, *, grow: bool = False) -> Iterator[
             yield flat[low : low + size]
             low += size
             size = min(size * 4, _BLOCK) if grow else size
-    elif values.numel() <= _BLOCK or values.dim() == 0:
+    elif values.numel() <= size or values.dim() == 0:
         yield values
     else:
-        rows = max(1, _BLOCK // max(values[0].numel(), 1))
-        for low in range(0, values.shape[0], rows):
+        each, low = max(values[0].numel(), 1), 0
+        while low < values.shape[0]:
+            rows = max(1, size // each)
             yield values[low : low + rows]
+            low += rows
+            size = min(size * 4, _BLOCK) if grow else size

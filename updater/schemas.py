@@ -41,6 +41,10 @@ class Source(_Body):
     session: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = ""
 
 
+#: A pattern of tensor names, as of a shell: `*`, `?`, `[...]`.
+Glob = Annotated[str, StringConstraints(min_length=1, max_length=500)]
+
+
 class PolicyBody(_Body):
     in_flight: InFlight = Field(default=InFlight.DRAIN, strict=False)
     cache: CachePolicy = Field(default=CachePolicy.RESET, strict=False)
@@ -54,6 +58,10 @@ class PolicyBody(_Body):
         Field(max_length=100),
     ] = []
     allow_nonfinite: bool = False
+    allow_suspicious: Annotated[
+        list[Glob],
+        Field(max_length=1000, description="Patterns of tensors that may hold no normal number."),
+    ] = []
     new_run: bool = False
     partial: bool = False
     deadline_s: Seconds = 600.0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from updater.core.policy import Policy
 from updater.security import ConfigurationError, Tokens, check_bind
 
 DEFAULT_PORT = 8700
@@ -39,7 +40,10 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`roots`: folders under which a source must lie, links resolved. `port` 0: any free one."""
+    """`roots`: folders under which a source must lie, links resolved. `port` 0: any free one.
+
+    `allow_suspicious`: as in the policy of an update, for all updates of this fleet.
+    """
 
     state: Path = field(default_factory=default_state)
     fleet: str = "default"
@@ -53,10 +57,17 @@ class Settings:
     max_waiting: int = 8  # updates that wait for another one (`on_busy=wait`)
     history: int = 1000  # requests whose receipts are kept whole; older ones leave a short one for a long time
 
+    allow_suspicious: tuple[str, ...] = ()
+
     def __post_init__(self) -> None:
         check_bind(self.host, self.tokens)
         if self.history < 1:
             raise ConfigurationError("history: at least one request has to be kept")
+
+    def extended(self, policy: Policy) -> Policy:
+        """An update's policy with what holds for the whole fleet."""
+        both = (*policy.allow_suspicious, *self.allow_suspicious)
+        return replace(policy, allow_suspicious=tuple(dict.fromkeys(both)))
 
     @property
     def allowed_roots(self) -> tuple[Path, ...]:

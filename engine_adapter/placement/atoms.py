@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine_adapter.placement.boxes import Cuts, cells, cuts_of
+from engine_adapter.placement.suspicious import judge, suspects
 from engine_adapter.rank.messages import RankVerifyReply, SourceBoxes, TensorCuts, WireTensor
 from transports.base import Box
 from updater.core.errors import Failure
@@ -49,8 +50,12 @@ def combine(
     redundant: Sequence[tuple[str, str]],
     cuts: Sequence[TensorCuts],
     replies: Sequence[RankVerifyReply],
+    allow_suspicious: Sequence[str] = (),
 ) -> Combined:
-    """`replies[r]`: the vote of rank r. `redundant`: alias -> canonical name, alias among `tensors` too."""
+    """`replies[r]`: the vote of rank r. `redundant`: alias -> canonical name, alias among `tensors` too.
+
+    `allow_suspicious`: glob patterns of names that may hold no normal number.
+    """
     found: dict[str, dict[Box, dict[str, list[int]]]] = {}
     for rank, reply in enumerate(replies):
         for atom in reply.atoms:
@@ -67,15 +72,17 @@ def combine(
     failures += [_plain("placement_refused", name, "a rank digested a tensor that was not planned") for name in found]
     failures += _ties(redundant, digests)
     aliases = {alias for alias, _ in redundant}
+    promised = {tensor.name: tensor.digest for tensor in tensors}
+    refused, noted = judge(suspects(tensors, aliases, replies), promised, allow_suspicious)
     entries = [TensorEntry(t.name, t.dtype, t.shape, digests.get(t.name, "")) for t in tensors if t.name not in aliases]
     complete = len(digests) == len(tensors)
     proven = bool(tensors) and all(tensor.digest for tensor in tensors)
     return Combined(
         observed=content_digest(entries) if complete else "",
         proof="digests" if proven else "structure_only",
-        failures=tuple(failures),
+        failures=(*failures, *refused),
         changed=len({name for reply in replies for name in reply.changed}),
-        warnings=_warnings(redundant, replies),
+        warnings=(*_warnings(redundant, replies), *noted),
         digests=digests,
     )
 

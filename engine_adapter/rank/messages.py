@@ -114,10 +114,19 @@ class AtomDigest:
 
 
 @dataclass(frozen=True, slots=True)
+class BlankTensor:
+    """A source tensor without a normal number in this rank's part. `live_normal`: whether the live part has one."""
+
+    name: str
+    live_normal: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RankVerifyReply:
     """`matches_live`: for a start replay, whether every parameter's spare equals its live bytes.
 
-    `changed`: names of parameters whose spare differs from live. `zero`: names that are all zero.
+    `changed`: names of parameters whose spare differs from live. `zero`: names that are all zero. `blank`: see
+    `placement.suspicious`.
     """
 
     atoms: tuple[AtomDigest, ...]
@@ -126,6 +135,7 @@ class RankVerifyReply:
     zero: tuple[str, ...]
     differs_from_live: tuple[str, ...]
     seconds: float
+    blank: tuple[BlankTensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
+from engine_adapter.rank.blank import blank_sources
 from engine_adapter.rank.digests import parameter_digests
 from engine_adapter.rank.messages import (
     NamedDigest,
@@ -143,6 +144,7 @@ class StagingHalf:
             zero=tuple(sorted(name for name, tensor in spare.items() if tensor.numel() and is_zero(tensor))),
             differs_from_live=changed if plan.request.start else (),
             seconds=state.clock() - begun,
+            blank=blank_sources(plan, state.spare.live, spare, stop),
         )
         return reply, dict(proof.parameters)
 

@@ -235,7 +235,8 @@ class RankWork:
         message = RankVerify(serial, planned.cuts, deadline_s)
         replies: list[RankVerifyReply] = await self._pool.call("verify", message, deadline_s=deadline_s)
         first = planned.replies[0]
-        combined = combine(first.tensors, first.redundant, planned.cuts, replies)
+        allowed = () if planned.request is None else planned.request.allow_suspicious
+        combined = combine(first.tensors, first.redundant, planned.cuts, replies, allowed)
         if combined.failures:
             raise Rejected(*combined.failures)
         self._proofs.pop(combined.observed, None)

@@ -148,7 +148,7 @@ class BareReplica:
     def _open(self, rank: int, offer: Offer, roots: tuple[str, ...], manifest: str, number: int) -> Source:
         return self.open_source(rank)
 
-    def vote(self, serial: int, **plan: Any) -> Combined:
+    def vote(self, serial: int, *, allow_suspicious: Sequence[str] = (), **plan: Any) -> Combined:
         """Plan, stage and verify on every rank; what they hold together. Raises `LiveweightsError`."""
         plans = [agent.plan(RankPlan(serial, DiskOffer(""), (), "", **plan)) for agent in self.agents]
         tensors: tuple[WireTensor, ...] = plans[0].tensors
@@ -160,7 +160,7 @@ class BareReplica:
         for agent in self.agents:
             agent.stage(RankStage(serial, _DEADLINE_S))
         replies = [agent.verify(RankVerify(serial, cuts, _DEADLINE_S)) for agent in self.agents]
-        return combine(tensors, plans[0].redundant, cuts, replies)
+        return combine(tensors, plans[0].redundant, cuts, replies, allow_suspicious)
 
     def stage(self, serial: int, **plan: Any) -> Combined:
         """The same, raising `Aborted` with the failures of a vote that is no."""

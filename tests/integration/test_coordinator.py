@@ -330,6 +330,22 @@ def test_a_failed_update_under_a_chosen_id_stays_what_it_was(tmp_path: Path) -> 
     run(tmp_path, scenario)
 
 
+# --- what a fleet allows
+
+
+@pytest.mark.case("F05")
+def test_what_an_update_allows_and_what_its_fleet_allows_reach_the_fronts(tmp_path: Path) -> None:
+    async def scenario(service: LocalService) -> None:
+        (front,) = await service.join("one")
+        await service.push(7)
+        await service.push(8, policy={"allow_suspicious": ["*.bias", "embed.*"]})
+        plans = [request for verb, request in front.calls if verb == "plan"]
+        assert [plan.allow_suspicious for plan in plans] == [("embed.*",), ("*.bias", "embed.*")]
+        assert (await service.push(9, policy={"allow_suspicious": [""]})).status_code == 400
+
+    run(tmp_path, scenario, allow_suspicious=("embed.*",))
+
+
 # --- busy
 
 

@@ -82,7 +82,7 @@ def test_roots_are_resolved_and_default_to_the_state_folder(tmp_path: Path) -> N
 def test_the_defaults_of_the_api_are_those_of_the_core() -> None:
     body = PolicyBody().model_dump()
     core = {name: getattr(Policy(), name) for name in Policy.__slots__}
-    core["allow_narrowing"] = list(core["allow_narrowing"])
+    core |= {name: list(core[name]) for name in ("allow_narrowing", "allow_suspicious")}
     assert body == core
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from transports.dtypes import TORCH_DTYPES
-from transports.scans import is_zero, nonfinite
+from transports.scans import has_normal, is_zero, judged, nonfinite
+from updater.manifest import TensorSpec
 
 FLOATS = [*sorted(name for name in TORCH_DTYPES if name[0] == "F" and name != "F4"), "BF16"]
 HAVE_INFINITY = {"F16", "BF16", "F32", "F64", "F8_E5M2"}
@@ -80,3 +81,38 @@ def test_zero_or_not(name: str) -> None:
 def test_minus_zero_is_zero() -> None:
     assert is_zero(torch.tensor([-0.0, 0.0]))
     assert is_zero(torch.zeros(3000, 2000)[:, ::2])
+
+
+@pytest.mark.case("F05")
+@pytest.mark.parametrize("name", ["F16", "BF16", "F32", "F64"])
+@pytest.mark.parametrize("at", [0, 4096, BIG - 1])
+def test_one_normal_number_anywhere(name: str, at: int) -> None:
+    kind = torch.finfo(TORCH_DTYPES[name])
+    values = torch.full((BIG,), kind.tiny / 2, dtype=TORCH_DTYPES[name])
+    values[::2] = float("nan")
+    values[1::4] = 0
+    assert not has_normal(values, name)
+    values[at] = -kind.tiny
+    assert has_normal(values, name)
+
+
+@pytest.mark.case("F05")
+def test_a_normal_number_in_views_of_any_strides() -> None:
+    room = torch.ones(2000, 1200, dtype=torch.bfloat16)
+    view = room[:, ::2]
+    view.zero_()
+    assert not has_normal(view, "BF16")
+    assert not has_normal(view.t(), "BF16")
+    view[1999, 599] = 1
+    assert has_normal(view, "BF16")
+    assert has_normal(view.t(), "BF16")
+
+
+@pytest.mark.case("F05")
+@pytest.mark.parametrize(
+    ("dtype", "shape", "wanted"),
+    [("F32", (2, 2), True), ("BF16", (2, 2, 2), True), ("F32", (4,), False), ("F8_E4M3", (2, 2), False),
+     ("I32", (2, 2), False)],
+)  # fmt: skip
+def test_which_tensors_have_to_hold_a_normal_number(dtype: str, shape: tuple[int, ...], wanted: bool) -> None:
+    assert judged(TensorSpec("w", dtype, shape)) is wanted

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,6 +56,10 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout,
 Roots = Annotated[
     list[Path] | None, typer.Option("--root", help="Folder under which checkpoints must lie; repeatable.")
 ]
+Suspicious = Annotated[
+    list[str] | None,
+    typer.Option("--allow-suspicious", help="Pattern of tensors that may hold no normal number; repeatable."),
+]
 DEFAULT_URL = "http://127.0.0.1:8700"
 MANIFEST = "liveweights.manifest.json"
 
@@ -99,6 +104,7 @@ def serve(
     state: Annotated[Path | None, typer.Option(help="Folder of the journal and the manifests.")] = None,
     fleet: Annotated[str, typer.Option(help="Name of the fleet.")] = "default",
     history: Annotated[int, typer.Option(min=1, help="Requests whose receipts are kept whole.")] = 1000,
+    allow_suspicious: Suspicious = None,
 ) -> None:
     """Run the coordinator. Tokens come from LIVEWEIGHTS_ADMIN_TOKEN and LIVEWEIGHTS_INFERENCE_TOKEN."""
     with _errors(False):
@@ -110,6 +116,7 @@ def serve(
         logging.getLogger("httpx").setLevel(logging.WARNING)
         roots, tokens = tuple(root or ()), Tokens.from_env()
         settings = Settings(state or default_state(), fleet, host, port, roots, tokens, history=history)
+        settings = replace(settings, allow_suspicious=tuple(allow_suspicious or ()))
         try:
             run(settings)
         except OSError as error:
@@ -159,6 +166,7 @@ def push(
     narrow: Annotated[list[str] | None, typer.Option(help="Allow narrowing SOURCE:PARAMETER, as F32:BF16.")] = None,
     require_digests: Annotated[bool, typer.Option(help="Refuse a checkpoint without a manifest of digests.")] = False,
     allow_nonfinite: Annotated[bool, typer.Option(help="Accept NaN and infinity.")] = False,
+    allow_suspicious: Suspicious = None,
     new_run: Annotated[bool, typer.Option(help="Open the next run; VERSION is a step of it.")] = False,
     manifest: Annotated[bool, typer.Option(help="Write the manifest beside the checkpoint first.")] = False,
     id: Annotated[str | None, typer.Option(help="Idempotency key; default: run-step; fresh for a stream.")] = None,
@@ -181,6 +189,7 @@ def push(
             "allow_narrowing": [_pair(text) for text in narrow or ()],
             "require_digests": require_digests,
             "allow_nonfinite": allow_nonfinite,
+            "allow_suspicious": list(allow_suspicious or ()),
             "new_run": new_run,
         },
     }

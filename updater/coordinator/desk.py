@@ -43,8 +43,9 @@ class Desk:
         """A new update, or the one that this request began before (I7)."""
         with self._counted(Kind.UPDATE):
             self.must_run()
-            roots = self._settings.allowed_roots
-            return self._begin(asked_update(request, self._machine.state, roots, self._uploaded, self._known))
+            state, settings = self._machine.state, self._settings
+            known, extended = self._known, settings.extended
+            return self._begin(asked_update(request, state, settings.allowed_roots, self._uploaded, known, extended))
 
     def begin_rollback(self, request: RollbackRequest) -> Update:
         with self._counted(Kind.ROLLBACK):

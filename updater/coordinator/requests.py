@@ -57,11 +57,12 @@ def asked_update(
     roots: tuple[Path, ...],
     uploaded: Callable[[str], str | None],
     known: Known,
+    extended: Callable[[Policy], Policy] = lambda policy: policy,
 ) -> Asked:
-    """Raises Rejected. `uploaded`: text of a manifest by its digest."""
+    """Raises Rejected. `uploaded`: text of a manifest by its digest. `extended`: a policy and what the fleet allows."""
     if request.adapter is not None:
         raise refuse("adapter_unsupported", "adapters cannot be published yet")
-    policy = _policy(request.policy)
+    policy = extended(_policy(request.policy))
     run, step = _version(request)
     body, body_hash = _hashed(Kind.UPDATE, request)
     event = Begin(
@@ -152,9 +153,17 @@ def _label(text: str, field: str) -> Version:
         raise refuse("bad_request", f"{field}: {error}") from None
 
 
+#: Fields of a policy that came after 0.1.0. Where they say nothing they are left out, so that a request of before an
+#: upgrade is still the same one.
+_LATER = ("allow_suspicious",)
+
+
 def _hashed(kind: Kind, request: UpdateRequest | RollbackRequest) -> tuple[str, str]:
     """The request without its id, in one form for all spellings of it, and the SHA-256 of that."""
     plain: dict[str, Any] = request.model_dump(mode="json", exclude={"id"})
+    for name in _LATER:
+        if not plain["policy"][name]:
+            del plain["policy"][name]
     if isinstance(request, UpdateRequest) and request.transport == "disk":
         plain |= {"path": None, "source": {"kind": "disk", "path": request.disk_path}}
     body = canonical({"kind": kind.value, **plain})

@@ -72,6 +72,7 @@ CODES: dict[str, int] = {
     "tensor_dtype": 422,
     "tensor_narrowing": 422,
     "tensor_nonfinite": 422,
+    "tensor_suspicious": 422,
     "tensor_digest": 422,
     "tensor_unwritten": 422,
     "placement_refused": 422,

@@ -265,7 +265,7 @@ class PlanRequest:
     """`manifest`: the manifest as JSON text, or empty to take the one beside the source, if any.
 
     For a rollback `offer` is None, and `version` and `digest` name what the spare must hold as `previous`. For a
-    catch-up `digest` is the content digest that staging must arrive at.
+    catch-up `digest` is the content digest that staging must arrive at. `allow_suspicious`: as in the policy.
     """
 
     fence: Fence
@@ -281,6 +281,7 @@ class PlanRequest:
     require_digests: bool
     allow_narrowing: tuple[tuple[str, str], ...]
     allow_nonfinite: bool
+    allow_suspicious: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

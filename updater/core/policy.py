@@ -68,6 +68,7 @@ class Policy:
     require_digests: bool = False
     allow_narrowing: tuple[tuple[str, str], ...] = ()  # (source dtype, parameter dtype), safetensors names
     allow_nonfinite: bool = False
+    allow_suspicious: tuple[str, ...] = ()  # glob patterns of tensors that may hold no normal number
     new_run: bool = False
     partial: bool = False
     deadline_s: float = 600.0  # the whole of PLANNING to READY

@@ -38,6 +38,7 @@ def _plan(state: FleetState, update: Transaction, fence: Fence) -> PlanRequest:
         require_digests=policy.require_digests,
         allow_narrowing=policy.allow_narrowing,
         allow_nonfinite=policy.allow_nonfinite,
+        allow_suspicious=policy.allow_suspicious,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 
+from engine_adapter.placement.suspicious import judge
 from engine_adapter.rank.messages import Hello
 from engine_adapter.replica.rank_work import Deadlines
 from engine_adapter.vllm.control import EngineControl
@@ -161,15 +162,27 @@ class ReloadRanks:
         content = self._files.planned(request.fence.serial).staged
         await self._files.recheck(request.fence.serial)
         live = self._live.digests if self._live is not None else {}
+        refused, noted = self._suspicious(request.fence.serial, content)
+        if refused:
+            raise Rejected(*refused)
         changed = sum(live.get(name) != digest for name, digest in content.digests.items())
         return VerifyReply(
             fence=request.fence,
             observed=content.observed,
             proof="structure_only",
             tensors_changed=changed,
-            warnings=() if changed else ("no tensor changed",),
+            warnings=(*(() if changed else ("no tensor changed",)), *noted),
             seconds=time.monotonic() - began,
         )
+
+    def _suspicious(self, serial: int, content: Content) -> tuple[tuple[Failure, ...], tuple[str, ...]]:
+        """As ranks judge it, over what the front read: (refusals, warnings)."""
+        update = self._files.planned(serial)
+        if self._live is None or update.request.kind is Kind.CATCH_UP:
+            return (), ()
+        manifest = update.source.manifest
+        promised = {} if manifest is None else {entry.name: entry.digest for entry in manifest.tensors}
+        return judge(sorted(content.blank - self._live.blank), promised, update.request.allow_suspicious)
 
     async def pause(self, request: PauseRequest, digest: str, aborted: int, requeued: int) -> PauseReply:
         """Raises Aborted (`source_changed`, `source_missing`) where vLLM would not read what was verified."""

@@ -22,7 +22,7 @@ from transports.disk import DiskSource
 from transports.dtypes import TORCH_DTYPES, byte_shape, is_packed
 from transports.hashes import folder_hashes
 from transports.index import INDEX_NAME, SUFFIX, Layout, find_layout
-from transports.scans import nonfinite
+from transports.scans import has_normal, judged, nonfinite
 from updater.core.errors import Aborted, Failure, Rejected
 from updater.manifest import TensorEntry, TensorSpec, content_digest
 
@@ -45,10 +45,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """`observed`: content digest, as all ranks of a staged replica together would observe it. `digests`: by tensor."""
+    """`observed`: content digest, as all ranks of a staged replica together would observe it. `digests`: by tensor.
+
+    `blank`: tensors without a normal number, of those that should have one.
+    """
 
     observed: str
     digests: Mapping[str, str]
+    blank: frozenset[str] = frozenset()
 
 
 def open_start(folder: str, roots: tuple[str, ...]) -> tuple[DiskSource, Start]:
@@ -127,8 +131,11 @@ def read_content(
     promised = {} if source.manifest is None else {entry.name: entry.digest for entry in source.manifest.tensors}
     digests: dict[str, str] = {}
     failures: list[Failure] = []
+    blank = set()
     for name, spec in source.specs.items():
-        digest, finite = _digest(source, spec, stop, progress)
+        digest, finite, normal = _digest(source, spec, stop, progress)
+        if not normal:
+            blank.add(name)
         digests[name] = to_hex(digest)
         if not (finite or allow_nonfinite):
             why = "NaN or an infinity is in it; the policy does not allow it"
@@ -145,12 +152,14 @@ def read_content(
     source.recheck()
     if failures:
         raise Aborted(*failures[:_LIMIT])
-    return Content(_observed(source, digests, {alias for alias, _ in redundant}), digests)
+    return Content(_observed(source, digests, {alias for alias, _ in redundant}), digests, frozenset(blank))
 
 
-def _digest(source: DiskSource, spec: TensorSpec, stop: Stop, progress: Callable[[int], None]) -> tuple[int, bool]:
-    """(digest, whether all is finite) of one tensor, read a piece at a time."""
-    total, finite = 0, True
+def _digest(
+    source: DiskSource, spec: TensorSpec, stop: Stop, progress: Callable[[int], None]
+) -> tuple[int, bool, bool]:
+    """(digest, all is finite, has a normal number or needs none) of one tensor, read a piece at a time."""
+    total, finite, normal = 0, True, not judged(spec)
     for box, room in _rooms(spec):
         stop.check()
         try:
@@ -159,7 +168,8 @@ def _digest(source: DiskSource, spec: TensorSpec, stop: Stop, progress: Callable
             raise stop.error() from None
         total = add(total, region_digest(room, spec.shape, spec.dtype, box))
         finite = finite and not nonfinite(room)
-    return total, finite
+        normal = normal or has_normal(room, spec.dtype)
+    return total, finite, normal
 
 
 def _rooms(spec: TensorSpec) -> Iterator[tuple[Box, torch.Tensor]]:

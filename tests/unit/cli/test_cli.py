@@ -72,6 +72,7 @@ def test_each_consequence_has_its_exit_code(
 def test_push_sends_what_was_asked_for_and_prints_the_receipt(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "v7")
     options = ("--in-flight", "abort", "--narrow", "f32:bf16", "--base", "0-6", "--id", "mine", "--new-run")
+    options += ("--allow-suspicious", "*.bias", "--allow-suspicious", "embed.*")
     ran = run("push", str(folder), "7", "--url", coordinator.url, "--json", *options)
     assert ran.exit_code == 0
     assert json.loads(ran.stdout)["serial"] == RECEIPT["serial"]
@@ -81,6 +82,7 @@ def test_push_sends_what_was_asked_for_and_prints_the_receipt(coordinator: FakeC
     assert first["path"] == str(folder)
     assert first["policy"]["in_flight"] == "abort"
     assert first["policy"]["allow_narrowing"] == [["F32", "BF16"]]
+    assert first["policy"]["allow_suspicious"] == ["*.bias", "embed.*"]
     assert first["policy"]["new_run"] is True
 
 

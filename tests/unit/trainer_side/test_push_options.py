@@ -17,6 +17,7 @@ from trainer_side.background import Background
 from trainer_side.options import Asked, Asking, Options, PusherOptions, PushOptions, parted
 from trainer_side.testing import RECEIPT, FakeCoordinator
 from updater.core.errors import Rejected
+from updater.core.policy import Policy
 from updater.schemas import Receipt
 
 
@@ -52,7 +53,15 @@ OF_PUSHER = {
     "stall_s": 30.0,
     "sender_options": None,
 }
-OF_PUSH = {"policy": None, "hooks": None, "id": None, "base_version": None, "lease_s": None, "timeout_s": 1800.0}
+OF_PUSH = {
+    "policy": None,
+    "allow_suspicious": (),
+    "hooks": None,
+    "id": None,
+    "base_version": None,
+    "lease_s": None,
+    "timeout_s": 1800.0,
+}
 
 
 def test_the_defaults_are_what_they_were() -> None:
@@ -72,6 +81,17 @@ def test_every_option_is_taken_wherever_it_was_taken(coordinator: FakeCoordinato
     assert push(weights, 7, url=coordinator.url, token="", **of_pusher, **of_push).version == "0-7"  # type: ignore[arg-type]
     assert [body["id"] for body in coordinator.bodies] == ["mine", "mine"]
     assert sum(told) == 2 * 16
+
+
+@pytest.mark.case("F05")
+def test_what_is_allowed_is_part_of_the_policy(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    for policy in (None, {"in_flight": "abort"}, Policy(allow_suspicious=("a.*",))):
+        push(tmp_path, 7, url=coordinator.url, token="", policy=policy, allow_suspicious=["*.bias"])
+    assert [body["policy"] for body in coordinator.bodies] == [
+        {"allow_suspicious": ["*.bias"]},
+        {"in_flight": "abort", "allow_suspicious": ["*.bias"]},
+        {"allow_suspicious": ["a.*", "*.bias"]},
+    ]
 
 
 @pytest.mark.parametrize("call", [Pusher, lambda **more: push({}, 7, **more), lambda **more: push_async({}, 7, **more)])

@@ -420,6 +420,24 @@ def test_bytes_that_no_model_can_use_are_refused_unless_the_policy_allows_them(t
     play(tmp_path, scene)
 
 
+@pytest.mark.case("F05")
+def test_a_tensor_without_a_normal_number_is_refused_unless_the_live_one_has_none_either(tmp_path: Path) -> None:
+    async def scene(w: World) -> None:
+        held = tensors(2)
+        table = "model.embed_tokens.weight"
+        held |= {name: torch.zeros_like(held[name]) for name in (table, "lm_head.weight")}
+        blank = write(tmp_path / "blank", held)
+        assert await code_of(w.vote(blank)) == "tensor_suspicious"
+        assert await code_of(w.vote(blank, 2, allow_suspicious=("lm_head.*",))) == "tensor_suspicious"
+        reply = await w.vote(blank, 3, allow_suspicious=("*",))
+        assert any(table in line.split() for line in reply.warnings)
+        await w.vote(blank, 4, kind=Kind.CATCH_UP)
+        save_manifest(build_manifest(str(blank)), str(blank))
+        assert any(table in line.split() for line in (await w.vote(blank, 5)).warnings)
+
+    play(tmp_path, scene)
+
+
 def test_a_staging_that_was_given_up_ends_and_lets_its_files_go(tmp_path: Path) -> None:
     async def scene(w: World) -> None:
         await w.ranks.plan(w.request())
