@@ -7,6 +7,7 @@ problem document, also unknown paths, wrong methods and unreadable bodies, and n
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -29,7 +30,7 @@ from updater.core.errors import (
     Unauthorized,
     Unavailable,
 )
-from updater.security import Access, Tokens
+from updater.security import Access, FrontKeys, Tokens
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 1
@@ -118,10 +119,12 @@ def install(
     max_body: int = DEFAULT_MAX_BODY,
     body_limits: Mapping[str, int] | None = None,
     live_version: Callable[[], str | None] = lambda: None,
+    keys: FrontKeys | None = None,
 ) -> None:
     """Guard the app and give it problem documents.
 
-    `inference_paths`: exact paths that the inference token opens; every other one needs the admin token.
+    `inference_paths`: exact paths that the inference token opens; every other one needs the admin token, or below
+    `keys.prefix` one of `keys`.
     `body_limits`: path prefix -> bytes, where a route takes more than `max_body`. `live_version` fills in what an
     error does not say itself.
     """
@@ -159,7 +162,7 @@ def install(
     app.add_exception_handler(Exception, unexpected)
     # The last one added is the outermost: the token is checked before a byte of the body is read.
     app.add_middleware(BodyLimit, max_body=max_body, body_limits=dict(body_limits or {}))
-    app.add_middleware(Guard, access=Access(tokens, inference_paths))
+    app.add_middleware(Guard, access=Access(tokens, inference_paths, keys or FrontKeys()))
 
 
 class Guard:
@@ -172,14 +175,64 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        headers = [value for name, value in scope["headers"] if name == b"authorization"]
+        headers = authorization(scope)
         error = self._access.refuses(scope["path"], headers)
         if error is None and scope["type"] == "http":
+            if not self._access.tells_all(scope["path"], headers):
+                send = _Terse(send, scope["path"] in self._access.inference_paths).send
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await problem(error or Rejected(Failure("not_found", "no such route")))(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
+
+
+def authorization(scope: Scope) -> list[bytes]:
+    """Every `Authorization` value of a request."""
+    return [value for name, value in scope["headers"] if name == b"authorization"]
+
+
+def terse(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A problem document for callers without the admin scope: codes, and no text that came from inside."""
+    codes = [str(failure["code"]) for failure in document["failures"]]
+    members = ("type", "title", "status", "code", "outcome", "retryable", "live_version")
+    return {
+        **{name: document[name] for name in members},
+        "detail": document["code"],
+        "failures": [wire.plain(Failure(code, "")) for code in dict.fromkeys(codes)],
+    }
+
+
+class _Terse:
+    """Shortens the problem documents of one answer. `own`: what is wrong with the request itself is told whole."""
+
+    def __init__(self, send: Send, own: bool) -> None:
+        self._send, self._own = send, own
+        self._start: Message | None = None
+        self._body = bytearray()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and self._shortens(message):
+            self._start = message
+        elif self._start is None:
+            await self._send(message)
+        else:
+            self._body += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._shortened(self._start)
+
+    def _shortens(self, start: Message) -> bool:
+        problem = any(
+            name.lower() == b"content-type" and value == MEDIA_TYPE.encode() for name, value in start["headers"]
+        )
+        return problem and (start["status"] >= 500 or not self._own)
+
+    async def _shortened(self, start: Message) -> None:
+        body = json.dumps(terse(json.loads(self._body)), separators=(",", ":")).encode()
+        headers = [each for each in start["headers"] if each[0].lower() != b"content-length"]
+        headers.append((b"content-length", str(len(body)).encode()))
+        await self._send({**start, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
 
 
 class BodyLimit:

@@ -7,8 +7,15 @@ from typing import Any
 from ray.exceptions import RayError
 
 from updater import wire
-from updater.coordinator.coordinator import http_participants
-from updater.coordinator.participants import Participant, ParticipantFactory, Unreachable, answered, check
+from updater.coordinator.participants import (
+    HttpParticipant,
+    Participant,
+    ParticipantFactory,
+    Unreachable,
+    answered,
+    check,
+)
+from updater.networks import Networks
 from updater.ray_calls import Actor, ActorGone, Address
 from updater.settings import Settings
 
@@ -43,10 +50,13 @@ class RayParticipant:
 
 
 def participants(settings: Settings) -> ParticipantFactory:
-    """Actors by their addresses, every other front over HTTP."""
-    over_http = http_participants(settings)
+    """Actors by their addresses, every other front over HTTP. An actor is bound nowhere, so `settings.host` says
+    nothing about where its fronts are."""
+    networks = Networks(settings.networks.allowed)
 
     def make(replica: str, url: str) -> Participant:
-        return RayParticipant(replica, url) if url.startswith("ray://") else over_http(replica, url)
+        if url.startswith("ray://"):
+            return RayParticipant(replica, url)
+        return HttpParticipant(replica, url, settings.tokens.admin, networks)
 
     return make

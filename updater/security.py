@@ -1,9 +1,13 @@
 """Who may call what. One rule: loopback without a configured token is open; with a token every path but the two
 health paths needs it; a public bind without a token refuses to start.
+
+The coordinator sends its own token nowhere: it speaks to each front with a key made of the token, the replica's id and
+the address that this replica announced. Both sides compute it, so a coordinator whose journal is lost still has it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import os
@@ -11,6 +15,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from updater.core.errors import Failure, Unauthorized
 
@@ -68,6 +73,54 @@ def _token(env: Mapping[str, str], name: str) -> str:
     return token
 
 
+def front_key(token: str, replica: str, url: str) -> str:
+    """What the coordinator shows to the front of `replica` at the announced `url`; empty where no token is configured.
+
+    HMAC-SHA256 with the admin token as key. Worthless at every other address: a process that joins under a URL of its
+    own learns nothing that another front would take.
+    """
+    if not token:
+        return ""
+    said = "\0".join(("liveweights front key 1", replica, announced(url)))
+    return hmac.new(token.encode(), said.encode(), hashlib.sha256).hexdigest()
+
+
+def announced(url: str) -> str:
+    """One spelling of a front's address: scheme and host in small letters, no port that the scheme implies, no slash
+    at the end. What is no URL stays as it is."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        return url
+    if parts.scheme not in ("http", "https") or not host or parts.username or parts.query or parts.fragment:
+        return url
+    host = f"[{host}]" if ":" in host else host
+    implied = port is None or port == (443 if parts.scheme == "https" else 80)
+    return f"{parts.scheme}://{host}{'' if implied else f':{port}'}{parts.path.rstrip('/')}"
+
+
+@dataclass(frozen=True, slots=True)
+class FrontKeys:
+    """What opens the participant contract of one front, beside the admin token: one key for each token it accepts.
+
+    `prefix`: of the paths that a key opens, and no others.
+    """
+
+    prefix: str = "/participant/v1/"
+    keys: tuple[str, ...] = field(default=(), repr=False)
+
+    @classmethod
+    def of(cls, tokens: Tokens, replica: str, url: str, prefix: str = "/participant/v1/") -> FrontKeys:
+        """`url`: the address that the front announces."""
+        return cls(prefix, (front_key(tokens.admin, replica, url),) if tokens.admin else ())
+
+    def open(self, path: str, given: bytes) -> bool:
+        """Every key is compared before anything is decided."""
+        same = [_same(given, key) for key in self.keys]
+        return any(same) and path.startswith(self.prefix)
+
+
 def is_loopback(host: str) -> bool:
     """Whether a bind address is reachable from this machine only. A name other than `localhost` is not trusted."""
     if host == "localhost":
@@ -90,6 +143,7 @@ class Access:
 
     tokens: Tokens
     inference_paths: frozenset[str]
+    keys: FrontKeys = field(default_factory=FrontKeys)
 
     def refuses(self, path: str, headers: Sequence[bytes]) -> Unauthorized | None:
         """`headers`: every `Authorization` value of the request. None: go on."""
@@ -99,11 +153,18 @@ class Access:
         # Every configured token is compared, in constant time, before anything is decided.
         admin = _same(given, self.tokens.admin)
         inference = _same(given, self.tokens.inference)
-        if admin or (inference and path in self.inference_paths):
+        key = self.keys.open(path, given)
+        if admin or key or (inference and path in self.inference_paths):
             return None
         if inference:
             return Unauthorized(Failure("forbidden", "this token opens inference routes only"))
         return Unauthorized(Failure("unauthorized", "a bearer token is needed"))
+
+    def tells_all(self, path: str, headers: Sequence[bytes]) -> bool:
+        """Whether the texts of errors are for this caller: they name addresses, files and machines. Others are told
+        the code alone, so that a port cannot be asked about through us."""
+        given = _bearer(headers)
+        return not self.tokens.configured or _same(given, self.tokens.admin) or self.keys.open(path, given)
 
 
 def _bearer(headers: Sequence[bytes]) -> bytes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from updater.core.policy import Policy
+from updater.networks import Networks
 from updater.security import ConfigurationError, Tokens, check_bind
 
 DEFAULT_PORT = 8700
@@ -42,7 +43,8 @@ class Deadlines:
 class Settings:
     """`roots`: folders under which a source must lie, links resolved. `port` 0: any free one.
 
-    `allow_suspicious`: as in the policy of an update, for all updates of this fleet.
+    `allow_suspicious`: as in the policy of an update, for all updates of this fleet. `allow_networks`: CIDR networks
+    that a replica may join from; empty: this machine if bound to loopback, else any.
     """
 
     state: Path = field(default_factory=default_state)
@@ -58,9 +60,11 @@ class Settings:
     history: int = 1000  # requests whose receipts are kept whole; older ones leave a short one for a long time
 
     allow_suspicious: tuple[str, ...] = ()
+    allow_networks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_bind(self.host, self.tokens)
+        _ = self.networks  # raises for what is no network
         if self.history < 1:
             raise ConfigurationError("history: at least one request has to be kept")
 
@@ -68,6 +72,11 @@ class Settings:
         """An update's policy with what holds for the whole fleet."""
         both = (*policy.allow_suspicious, *self.allow_suspicious)
         return replace(policy, allow_suspicious=tuple(dict.fromkeys(both)))
+
+    @property
+    def networks(self) -> Networks:
+        """Where the address of a replica must lie."""
+        return Networks.of(self.host, self.allow_networks)
 
     @property
     def allowed_roots(self) -> tuple[Path, ...]:

@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 import h11
 
+from updater.networks import Networks
+
 CONNECT_S = 5.0
 _CHUNK = 64 << 10
 #: What may go wrong with a socket, or with the words on it.
@@ -88,12 +90,14 @@ class Client:
 
     Raises `BROKEN` errors, TooLong, ConnectionRefusedError where nobody listens; after an error the connection is
     closed. A kept connection that turns out to be closed by the server is replaced once: every verb is idempotent.
+    Redirects are not followed. `networks`: where the host's addresses must lie; else AddressBarred.
     """
 
-    def __init__(self, url: str, token: str = "") -> None:
+    def __init__(self, url: str, token: str = "", networks: Networks | None = None) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or "@" in url:
             raise ValueError(f"not a server's URL: {url[:200]!r}")
+        self._networks = networks or Networks()
         self._host, self._tls = parts.hostname, ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         self._path = parts.path.rstrip("/")
@@ -120,7 +124,19 @@ class Client:
 
     async def _connect(self) -> _Line:
         async with asyncio.timeout(CONNECT_S):
-            return _Line(*await asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=_CHUNK))
+            *others, last = await self._networks.resolve(self._host, self._port)
+            for address in others:
+                try:
+                    return await self._connect_to(address)
+                except OSError:
+                    continue
+            return await self._connect_to(last)
+
+    async def _connect_to(self, address: str) -> _Line:
+        name = self._host if self._tls else None
+        return _Line(
+            *await asyncio.open_connection(address, self._port, ssl=self._tls, server_hostname=name, limit=_CHUNK)
+        )
 
     async def _use(self, line: _Line, target: str, body: bytes, limit: int) -> tuple[int, bytes]:
         self._busy.add(line)

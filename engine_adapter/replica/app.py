@@ -24,7 +24,7 @@ from engine_adapter.replica.tokens import ModelText
 from updater import http, wire
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.core.participant import MESSAGES, FrontState, FrontStatus, ReleaseTo
-from updater.security import Tokens
+from updater.security import FrontKeys, Tokens
 
 #: Opened by the inference token; everything else needs the admin token.
 INFERENCE_PATHS = frozenset({"/v1/completions", "/v1/models", "/v1/version"})
@@ -147,7 +147,8 @@ class _Snapshot(Collector):
         return self._families()
 
 
-def make_app(face: ReplicaFace, gate: Gate, text: ModelText, tokens: Tokens) -> FastAPI:
+def make_app(face: ReplicaFace, gate: Gate, text: ModelText, tokens: Tokens, url: str = "") -> FastAPI:
+    """`url`: the address that this replica announces; its coordinator shows the key that is made of it."""
     app = FastAPI(title="liveweights replica", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(Completions(gate, text, face.digest_of).router())
     app.add_api_route("/participant/v1/{verb}", face.participant, methods=["POST"], response_model=None)
@@ -166,6 +167,7 @@ def make_app(face: ReplicaFace, gate: Gate, text: ModelText, tokens: Tokens) -> 
             "/v1/completions": COMPLETION_BODY,
         },
         live_version=lambda: face.live_version,
+        keys=FrontKeys.of(tokens, face.replica, url),
     )
     return app
 

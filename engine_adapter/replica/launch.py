@@ -165,7 +165,7 @@ class Replica:
         self.face = ReplicaFace(self.name, self.gate)
         self.life = FrontLife(self._membership(), self.pool, self.work, self.gate, self.face, clock)
         text = ModelText.load(wanted.model, Path(model).name)
-        app = make_app(self.face, self.gate, text, wanted.tokens)
+        app = make_app(self.face, self.gate, text, wanted.tokens, self.url)
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2)
         self.server = _Server(config)
 

@@ -7,6 +7,7 @@ there; the life of our front is that of the app.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
 from argparse import Namespace
@@ -14,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine_adapter.replica.app import OPERATOR_BODY, PARTICIPANT_BODY, ReplicaFace
@@ -22,8 +23,8 @@ from engine_adapter.vllm.replica import VllmReplica
 from engine_adapter.vllm.settings import PREFIX
 from engine_adapter.vllm.traffic.middleware import VersionMiddleware
 from updater.core.errors import LiveweightsError
-from updater.http import BodyLimit, problem
-from updater.security import Access
+from updater.http import MEDIA_TYPE, BodyLimit, authorization, problem, terse
+from updater.security import Access, FrontKeys, Tokens
 
 
 class LiveweightsPlugin:
@@ -36,7 +37,7 @@ class LiveweightsPlugin:
         self._replica: VllmReplica | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Routes below /v1/liveweights, `/readyz`, and the middleware around vLLM's own routes."""
+        """Routes below /liveweights/v1, `/readyz`, and the middleware around vLLM's own routes."""
         _log_as_vllm_does()
         app.include_router(self._router())
         app.add_middleware(_AroundRoutes, live=self._live, digest_of=self._digest_of)
@@ -106,17 +107,25 @@ class LiveweightsPlugin:
             answer: Response = await getattr(face, name)()
         except LiveweightsError as error:
             error.live_version = error.live_version or face.live_version
-            return problem(error)
+            answer = problem(error)
+        whole = self._access().tells_all(request.url.path, authorization(request.scope))
+        if answer.media_type == MEDIA_TYPE and not whole:
+            document = terse(json.loads(bytes(answer.body)))
+            return JSONResponse(document, answer.status_code, media_type=MEDIA_TYPE)
         return answer
 
     def _check_token(self, request: Request) -> None:
-        """vLLM's API keys open inference; a configured admin token is asked for beside."""
-        if self._replica is None:
-            return
-        headers = [value for name, value in request.scope["headers"] if name == b"authorization"]
-        error = Access(self._replica.settings.tokens, frozenset()).refuses(request.url.path, headers)
+        """vLLM's API keys open what lies below /v1, and nothing here."""
+        error = self._access().refuses(request.url.path, authorization(request.scope))
         if error is not None:
             raise error
+
+    def _access(self) -> Access:
+        if self._replica is None:
+            return Access(Tokens(), frozenset())
+        wanted = self._replica.settings
+        keys = FrontKeys.of(wanted.tokens, wanted.replica, wanted.url, f"{PREFIX}/participant/v1/")
+        return Access(wanted.tokens, frozenset(), keys)
 
 
 class _AroundRoutes:

@@ -21,8 +21,8 @@ QUEUE = "LIVEWEIGHTS_QUEUE"
 MODE = "LIVEWEIGHTS_VLLM_MODE"
 RELOAD_S = "LIVEWEIGHTS_RELOAD_S"
 SPARE = "LIVEWEIGHTS_SPARE"
-#: Where the participant contract lies: below a prefix that vLLM's own API key guards.
-PREFIX = "/v1/liveweights"
+#: Where the participant contract lies: not below `/v1`, which vLLM's API keys guard. It has a guard of its own.
+PREFIX = "/liveweights/v1"
 _RELOAD_S = 600.0  # as long as a start may take
 _QUEUE = 8192  # rollouts come by the thousand, and one request may have hundreds of prompts
 _Choice = TypeVar("_Choice", bound=StrEnum)
@@ -68,8 +68,8 @@ def read(args: Namespace, env: Mapping[str, str] | None = None) -> VllmSettings:
     tokens = Tokens.from_env(env)
     if not is_loopback(host or "0.0.0.0") and not tokens.admin:
         raise ConfigurationError(
-            f"{host or 'every interface'} can be reached from outside: set LIVEWEIGHTS_ADMIN_TOKEN, and pass the same"
-            " token to vLLM as one of --api-key, or serve with --host 127.0.0.1"
+            f"{host or 'every interface'} can be reached from outside: set LIVEWEIGHTS_ADMIN_TOKEN, or serve with"
+            " --host 127.0.0.1"
         )
     reached = host if host not in ("", "0.0.0.0", "::") else "127.0.0.1"
     url = env.get(URL) or f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"

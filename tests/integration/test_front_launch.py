@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 
 from engine_adapter.testing import Reference, make_toy_checkpoint
 from updater.demo.processes import free_port
+from updater.security import ADMIN_ENV, INFERENCE_ENV
 
 pytestmark = pytest.mark.engine
 
@@ -26,12 +28,11 @@ START_S, STOP_S = 200.0, 120.0
 
 
 @contextmanager
-def program(log: Path, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
+def program(log: Path, *arguments: object, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """`liveweights <arguments>`; killed at the end if the test did not stop it."""
+    command = [sys.executable, "-m", "updater.cli.main", *map(str, arguments)]
     with log.open("ab") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "updater.cli.main", *map(str, arguments)], stdout=stream, stderr=stream
-        )
+        process = subprocess.Popen(command, stdout=stream, stderr=stream, env=os.environ | environment)
     try:
         yield process
     finally:
@@ -54,10 +55,12 @@ def until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(log.read_text())
 
 
-def complete(url: str) -> dict[str, Any]:
+def complete(url: str, token: str = "") -> dict[str, Any]:
     body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
-    answer: dict[str, Any] = httpx.post(f"{url}/v1/completions", json=body, timeout=200.0, trust_env=False).json()
-    return answer
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=200.0, trust_env=False)
+    told: dict[str, Any] = answer.json()
+    return told
 
 
 def ended(process: subprocess.Popen[bytes], how: signal.Signals, ranks: list[psutil.Process]) -> int:
@@ -68,7 +71,9 @@ def ended(process: subprocess.Popen[bytes], how: signal.Signals, ranks: list[psu
     return status
 
 
+@pytest.mark.case("F42")
 def test_a_replica_joins_serves_catches_up_and_leaves(tmp_path: Path) -> None:
+    """With a token: the coordinator speaks to the front with the key of this front."""
     torch.set_num_threads(1)
     roots = tmp_path / "checkpoints"
     old, new = make_toy_checkpoint(roots / "old", seed=7), make_toy_checkpoint(roots / "new", seed=8)
@@ -79,23 +84,27 @@ def test_a_replica_joins_serves_catches_up_and_leaves(tmp_path: Path) -> None:
     start = ("engine", "--engine", "toy", "--model", old, "--tp", 2, "--port", engine.rsplit(":", 1)[1])
     start = (*start, "--coordinator", hub, "--root", roots, "--replica", "r0")
 
-    with program(log, *serve) as coordinator, httpx.Client(base_url=hub, timeout=200.0, trust_env=False) as client:
-        with program(log, *start) as replica:
+    token = {ADMIN_ENV: "admin-token-0123", INFERENCE_ENV: "inference-token-0123"}
+    client = httpx.Client(base_url=hub, timeout=200.0, trust_env=False)
+    client.headers["Authorization"] = f"Bearer {token[ADMIN_ENV]}"
+    key = token[INFERENCE_ENV]
+    with program(log, *serve, **token) as coordinator, client:
+        with program(log, *start, **token) as replica:
             until_ready(engine, replica, log)
             ranks = psutil.Process(replica.pid).children()
             assert len(ranks) == 2
-            answer = complete(engine)
+            answer = complete(engine, key)
             assert (answer["choices"][0]["token_ids"], answer["liveweights"]["version"]) == (expected["old"], "start")
             receipt = client.post("/v1/updates", params={"wait": "true"}, json={"path": str(new), "version": 1})
             assert receipt.status_code == 200, receipt.text
-            answer = complete(engine)
+            answer = complete(engine, key)
             assert (answer["choices"][0]["token_ids"], answer["liveweights"]["version"]) == (expected["new"], "0-1")
             assert ended(replica, signal.SIGTERM, ranks) == 0
             assert client.get("/v1/fleet").json()["members"] == []
-        with program(log, *start) as replica:
+        with program(log, *start, **token) as replica:
             # It starts on the old checkpoint and may serve only once it has caught up.
             until_ready(engine, replica, log)
-            answer = complete(engine)
+            answer = complete(engine, key)
             assert (answer["choices"][0]["token_ids"], answer["liveweights"]["version"]) == (expected["new"], "0-1")
             ranks = psutil.Process(replica.pid).children()
             assert ended(replica, signal.SIGKILL, ranks) == -signal.SIGKILL

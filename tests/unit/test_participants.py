@@ -17,7 +17,7 @@ from updater.core.errors import Aborted, Failure
 from updater.core.participant import Fence, FenceRequest, FrontStatus, StatusRequest
 from updater.http import problem
 from updater.schemas import JoinBody
-from updater.security import Tokens
+from updater.security import FrontKeys, Tokens
 from updater.testing.fronts import ManualClock, SimulatedFront, front_app
 from updater.wire_http import Client, TooLong
 
@@ -65,17 +65,18 @@ class Canned:
             server.close()
 
 
-@pytest.mark.parametrize("path", ["", "/v1/liveweights"])
+@pytest.mark.parametrize("path", ["", "/liveweights/v1"])
 def test_a_real_front_over_a_real_socket(path: str) -> None:
     async def main() -> None:
         front = SimulatedFront("one", ManualClock())
         listener = socket.create_server(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}{path}/"
+        tokens = Tokens(TOKEN)
         app = FastAPI()
-        app.mount(path, front_app(front, Tokens(TOKEN)))
+        app.mount(path, front_app(front, tokens, FrontKeys.of(tokens, "one", url, f"{path}/participant/v1/")))
         config = uvicorn.Config(app, log_level="error", lifespan="off")
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}{path}/"
         assert JoinBody(replica="one", url=url).url == url
         client, stranger = HttpParticipant("one", url, TOKEN), HttpParticipant("one", url)
         try:

@@ -25,7 +25,7 @@ from updater.security import ADMIN_ENV
 
 Tensors = dict[str, torch.Tensor]
 
-PREFIX = "/v1/liveweights"
+PREFIX = "/liveweights/v1"
 #: The one worker inside the engine core's process, as vLLM has it on a GPU; on CPU it wants to be told.
 IN_CORE: dict[str, Any] = {
     "arguments": ("--distributed-executor-backend", "uni"),

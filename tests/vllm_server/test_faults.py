@@ -162,7 +162,7 @@ def test_a_rank_that_can_neither_install_nor_go_back_shuts_the_replica_until_it_
         fleet.server.complete(PROMPTS[0], COUNT)
     assert caught.value.response.status_code == 503
     fleet.order()
-    assert client.post("/v1/liveweights/replica/v1/readmit", json={}).status_code == 200
+    assert client.post("/liveweights/v1/replica/v1/readmit", json={}).status_code == 200
     until(fleet.ready, "the readmitted replica opened")
     assert fleet.serves(before)
     fleet.publish(fleet.other)
@@ -228,4 +228,4 @@ def test_a_rank_that_is_killed_ends_the_replica_and_a_new_one_catches_up_before_
         again = Faulty(at, server, models.first, models.second, models.second, home=home)
         assert (again.live, again.member()["live_version"], again.member()["live_digest"]) == (live, live, digest)
         assert again.serves(models.second)
-        assert server.client.get("/v1/liveweights/version").json()["version"] == live
+        assert server.client.get("/liveweights/v1/version").json()["version"] == live

@@ -242,11 +242,12 @@ def test_versions_that_a_request_asks_for(fleet: Fleet) -> None:
     assert caught.value.response.json()["code"] == "bad_request"
 
 
-def test_vllms_own_api_key_guards_the_participant_contract(fleet: Fleet) -> None:
+@pytest.mark.case("F42")
+def test_no_key_of_vllms_opens_the_participant_contract(fleet: Fleet) -> None:
     routes = ("participant/v1/status", "replica/v1/readmit", "replica/v1/release")
     with httpx.Client(base_url=fleet.server.url, trust_env=False) as stranger:
-        assert [stranger.post(f"/v1/liveweights/{route}", json={}).status_code for route in routes] == [401] * 3
+        assert [stranger.post(f"/liveweights/v1/{route}", json={}).status_code for route in routes] == [401] * 3
         assert stranger.get("/readyz").status_code == 200
         inference = {"Authorization": f"Bearer {fleet.inference_key}"}
-        answers = [stranger.post(f"/v1/liveweights/{route}", json={}, headers=inference) for route in routes]
+        answers = [stranger.post(f"/liveweights/v1/{route}", json={}, headers=inference) for route in routes]
     assert [answer.json()["code"] for answer in answers] == ["unauthorized"] * 3

@@ -84,7 +84,7 @@ def test_a_publication_serves_the_new_tokens_and_says_that_nothing_was_verified_
     assert 0 < receipt["tensors_changed"] <= receipt["tensors"]
     assert serves(fleet, fleet.second)
     assert fleet.server.complete(prompt, COUNT).tokens == reference_tokens(fleet.second, encode(prompt), COUNT).tokens
-    answer = fleet.server.client.post("/v1/liveweights/participant/v1/describe", json={}).json()
+    answer = fleet.server.client.post("/liveweights/v1/participant/v1/describe", json={}).json()
     assert (answer["engine"], len(answer["ranks"])) == (NAME, 1)
     assert set(WARNINGS) <= set(answer["capabilities"]["notes"])
 
@@ -143,13 +143,13 @@ def test_a_reload_that_fails_leaves_the_replica_shut_and_its_engine_alone(fleet:
         with pytest.raises(httpx.HTTPStatusError) as caught:
             fleet.server.complete(PROMPTS[0], 1)
         assert caught.value.response.status_code == 503
-    answer = client.post("/v1/liveweights/replica/v1/readmit", json={})
+    answer = client.post("/liveweights/v1/replica/v1/readmit", json={})
     assert (answer.status_code, answer.json()["code"]) == (422, "mode_unsupported")
     assert client.get("/readyz").status_code == 503
     # vLLM ends itself when it has to run on what a failed reload left: it was not asked to.
     assert client.get("/health").status_code == 200
     assert {process.pid for process in fleet.server.processes()} == before
-    assert json.loads(client.get("/v1/liveweights/version").text)["state"] == "quarantined"
+    assert json.loads(client.get("/liveweights/v1/version").text)["state"] == "quarantined"
 
 
 @contextmanager

@@ -103,6 +103,10 @@ def serve(
     root: Roots = None,
     state: Annotated[Path | None, typer.Option(help="Folder of the journal and the manifests.")] = None,
     fleet: Annotated[str, typer.Option(help="Name of the fleet.")] = "default",
+    allow_network: Annotated[
+        list[str] | None,
+        typer.Option(help="CIDR network that replicas may join from; repeatable. Default: see docs/security.md."),
+    ] = None,
     history: Annotated[int, typer.Option(min=1, help="Requests whose receipts are kept whole.")] = 1000,
     allow_suspicious: Suspicious = None,
 ) -> None:
@@ -116,7 +120,9 @@ def serve(
         logging.getLogger("httpx").setLevel(logging.WARNING)
         roots, tokens = tuple(root or ()), Tokens.from_env()
         settings = Settings(state or default_state(), fleet, host, port, roots, tokens, history=history)
-        settings = replace(settings, allow_suspicious=tuple(allow_suspicious or ()))
+        settings = replace(
+            settings, allow_suspicious=tuple(allow_suspicious or ()), allow_networks=tuple(allow_network or ())
+        )
         try:
             run(settings)
         except OSError as error:

@@ -37,8 +37,8 @@ _log = logging.getLogger("liveweights.coordinator")
 
 
 def http_participants(settings: Settings) -> ParticipantFactory:
-    """Fronts over HTTP, asked with this coordinator's admin token."""
-    return lambda replica, url: HttpParticipant(replica, url, settings.tokens.admin)
+    """Fronts over HTTP, each asked with its own key."""
+    return lambda replica, url: HttpParticipant(replica, url, settings.tokens.admin, settings.networks)
 
 
 class Coordinator:

@@ -9,13 +9,19 @@ from updater.coordinator.desk import Desk
 from updater.coordinator.journal import Journal, Member
 from updater.coordinator.machine import Machine
 from updater.coordinator.membership import Contact, Directory
-from updater.coordinator.participants import Participant, ParticipantFactory, Refusal, Unreachable
+from updater.coordinator.participants import Barred, Participant, ParticipantFactory, Refusal, Unreachable
 from updater.core import events as ev
 from updater.core.effects import Denied
 from updater.core.errors import Failure, Unavailable
 from updater.core.participant import Description, StatusRequest
 from updater.schemas import MemberState
 from updater.settings import Deadlines
+
+_NETWORKS_HINT = "start the coordinator with --allow-network CIDR, or announce an address that it allows"
+_KEY_HINT = (
+    "coordinator and replica need the same LIVEWEIGHTS_ADMIN_TOKEN, and the replica has to announce the very address"
+    " that it is called at: {}"
+)
 
 
 class Joins:
@@ -89,10 +95,14 @@ class Joins:
         """What a front says of itself, with the address it was reached under."""
         try:
             answer = await participant.call("describe", StatusRequest(), self._deadlines.join_s)
+        except Barred as barred:
+            raise self._desk.error(
+                Failure("address_refused", str(barred), replica=replica, hint=_NETWORKS_HINT)
+            ) from None
         except Unreachable as silence:
             raise Unavailable(Failure("unreachable", f"{url} does not answer: {silence}", replica=replica)) from None
         except Refusal as refusal:
-            raise self._desk.error(*refusal.failures) from None
+            raise self._desk.error(*(_with_key_hint(failure, url) for failure in refusal.failures)) from None
         description: Description = answer
         if description.status.replica != replica:
             raise self._desk.error(
@@ -130,6 +140,10 @@ class Joins:
         gone = self._directory.remove(replica)
         if gone is not None:
             await gone.participant.close()
+
+
+def _with_key_hint(failure: Failure, url: str) -> Failure:
+    return replace(failure, hint=_KEY_HINT.format(url)) if failure.code in ("unauthorized", "forbidden") else failure
 
 
 def remembered(contact: Contact) -> Member:

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from updater import http, wire
 from updater.core.errors import Failure
 from updater.core.participant import MESSAGES
+from updater.networks import AddressBarred, Networks
+from updater.security import announced, front_key
 from updater.wire_http import BROKEN, Client, TooLong
 
 PREFIX = "/participant/v1"
@@ -39,6 +41,10 @@ class Unreachable(Exception):
         self.refused = refused
 
 
+class Barred(Unreachable):
+    """The address is none that a replica may join from; it was not called."""
+
+
 class Participant(Protocol):
     """The front of one replica, as the coordinator sees it."""
 
@@ -59,11 +65,15 @@ ParticipantFactory = Callable[[str, str], Participant]
 
 
 class HttpParticipant:
-    """A front at `url`. `token`: the admin token of the fronts, or empty. Raises ValueError for a URL of no server."""
+    """A front at `url`, the address that it announced. Raises ValueError for a URL of no server.
 
-    def __init__(self, replica: str, url: str, token: str = "") -> None:
-        self._replica, self._url = replica, url.rstrip("/")
-        self._client = Client(self._url, token)
+    `token`: the fleet's admin token, or empty. It is never sent: what goes out is this front's key. `networks`: where
+    the address must lie.
+    """
+
+    def __init__(self, replica: str, url: str, token: str = "", networks: Networks | None = None) -> None:
+        self._replica, self._url = replica, announced(url)
+        self._client = Client(self._url, front_key(token, replica, self._url), networks)
 
     @property
     def url(self) -> str:
@@ -74,6 +84,8 @@ class HttpParticipant:
         try:
             async with asyncio.timeout(timeout_s):
                 status, body = await self._client.post(f"{PREFIX}/{verb}", wire.encode(request), MAX_REPLY)
+        except AddressBarred as error:
+            raise Barred(str(error)) from None
         except (*BROKEN, TooLong, TimeoutError) as error:
             refused = isinstance(error, ConnectionRefusedError)
             raise Unreachable(f"{type(error).__name__}: {error}", refused) from error

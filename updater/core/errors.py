@@ -24,6 +24,7 @@ CODES: dict[str, int] = {
     "bad_request": 400,
     "unauthorized": 401,
     "forbidden": 403,
+    "address_refused": 403,
     "not_found": 404,
     "method_not_allowed": 405,
     "body_too_large": 413,

@@ -50,7 +50,7 @@ from updater.core.replica_state import (
     SetLease,
     Work,
 )
-from updater.security import Tokens
+from updater.security import FrontKeys, Tokens
 from updater.testing.values import source_of
 
 CAPABILITIES = Capabilities(
@@ -260,7 +260,7 @@ class _Nobody:
         pass
 
 
-def front_app(front: SimulatedFront, tokens: Tokens | None = None) -> FastAPI:
+def front_app(front: SimulatedFront, tokens: Tokens | None = None, keys: FrontKeys | None = None) -> FastAPI:
     """The participant contract over HTTP, as a real front offers it."""
     app = FastAPI()
 
@@ -279,7 +279,7 @@ def front_app(front: SimulatedFront, tokens: Tokens | None = None) -> FastAPI:
             return Response(status_code=502)
 
     app.add_api_route(f"{PREFIX}/{{verb}}", participant, methods=["POST"], response_model=None)
-    http.install(app, tokens=tokens or Tokens(), max_body=64 << 20)
+    http.install(app, tokens=tokens or Tokens(), max_body=64 << 20, keys=keys)
     return app
 
 
