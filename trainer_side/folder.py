@@ -101,7 +101,7 @@ class FolderWriter:
         """One copy at a time, contiguous and on the CPU; what is digested is what is written."""
         spec = self._specs[name]
         check_tensor(spec, tensor)
-        plain = tensor.detach().to("cpu").contiguous()
+        plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
         file, offset = self._places[name]
         if plain.numel():
             stream = self._files[file]

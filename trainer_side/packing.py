@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from trainer_side.sources.whole import without_bytes
 from transports.buckets import Bucket, Chunk, StreamPlan
 from transports.digest import tensor_digest, to_hex
 from transports.dtypes import DTYPE_NAMES, byte_shape, is_packed
@@ -42,6 +43,7 @@ class Packer:
 
     def send(self, spec: TensorSpec, tensor: torch.Tensor) -> int:
         """Send the checked tensor; its bytes. It may be overwritten when this returns. Raises what the sender does."""
+        tensor = tensor.detach().resolve_conj().resolve_neg()
         for bucket, chunks in self._pieces.get(spec.name, ()):
             buffer = self._filled(bucket)
             pack(replace(bucket, chunks=chunks), buffer, {spec.name: tensor}, self._specs)
@@ -49,7 +51,7 @@ class Packer:
                 self._buffer = None
                 self._sender.send(bucket, self._stall_s)
         if not self._known.get(spec.name):
-            self.digests[spec.name] = to_hex(tensor_digest(tensor.detach(), spec.dtype))
+            self.digests[spec.name] = to_hex(tensor_digest(tensor, spec.dtype))
         self._next += 1
         return spec.nbytes
 
@@ -76,7 +78,12 @@ class Packer:
 
 
 def check_tensor(spec: TensorSpec, tensor: torch.Tensor) -> None:
-    """Raises Aborted `tensor_shape`, `tensor_dtype` where a tensor is not what was promised."""
+    """Raises Aborted `tensor_shape`, `tensor_dtype` where a tensor is not what was promised, `bad_request` for one
+    without memory of its own.
+    """
+    kind = without_bytes(tensor)
+    if kind is not None:
+        raise _fault("bad_request", f"{kind}: it holds no plain bytes", spec.name)
     shape, dtype = tuple(tensor.shape), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
     if is_packed(spec.dtype) and dtype == "U8" and shape == byte_shape(spec.shape, spec.dtype):
         return

@@ -58,12 +58,14 @@ class Casts:
 
 
 def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """`tensor` itself where it is of that safetensors dtype already, else a rounded copy.
+    """`tensor` itself where it is of that safetensors dtype already, else a rounded copy; a view that is negated or
+    conjugated only in name becomes a copy that is so in memory.
 
     The same bits for the same element wherever it lies in a tensor: vector and scalar code of one machine make
     different NaNs, so a NaN becomes the plain one, and digests of shards add up to that of the whole.
     """
     target = TORCH_DTYPES[dtype]
+    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.dtype == target:
         return tensor
     rounded = tensor.to(target)

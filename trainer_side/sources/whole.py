@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from trainer_side.sources.casts import cast
 from transports.digest import tensor_digest
@@ -36,8 +38,8 @@ def faults(name: str, tensor: object) -> Iterator[Failure]:
     """What is wrong with one entry of a state dict; a sharded tensor is judged by its whole shape."""
     if not isinstance(tensor, torch.Tensor):
         yield Failure("bad_request", f"a {type(tensor).__name__}, not a tensor", tensor=name)
-    elif tensor.is_meta or tensor.layout is not torch.strided:
-        yield Failure("bad_request", f"{tensor.device.type} device, {tensor.layout}: holds no plain bytes", tensor=name)
+    elif (kind := without_bytes(tensor)) is not None:
+        yield Failure("bad_request", f"{kind}: it holds no plain bytes", tensor=name)
     elif tensor.numel() == 0:
         # What a sharded optimiser leaves on ranks that do not own the parameter (B104).
         text = f"shape {list(tensor.shape)} holds nothing: an un-gathered parameter?"
@@ -46,9 +48,36 @@ def faults(name: str, tensor: object) -> Iterator[Failure]:
         yield Failure("tensor_dtype", f"{tensor.dtype} has no safetensors type", tensor=name)
 
 
+def without_bytes(tensor: torch.Tensor) -> str | None:
+    """What kind of tensor this is, if there is no memory that holds its elements one after the other; else None.
+
+    A sharded tensor is judged by the shard of this rank.
+    """
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    if isinstance(tensor, FakeTensor):
+        return "a fake tensor, which has a shape and no memory"
+    if is_lazy(tensor):
+        return "a parameter that was not initialised yet"
+    if torch._is_functional_tensor(tensor):
+        return "a functional tensor, which exists only while a function is traced"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return f"a tensor on device {tensor.device.type} with layout {tensor.layout}"
+    if tensor.numel() and tensor.dtype in DTYPE_NAMES and _end(tensor) > tensor.untyped_storage().nbytes():
+        return "a tensor whose memory was freed (a parameter that was not gathered?)"
+    return None
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """Byte of its storage behind its last element."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
+
+
 def tie_key(tensor: torch.Tensor) -> object:
-    """Equal for two names of one storage."""
-    return (_place(tensor), tensor.dtype, tensor.shape, tensor.stride())
+    """Equal for two names of one storage that show the same values."""
+    return (_place(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
 def find_ties(keys: Mapping[str, object]) -> tuple[tuple[str, str], ...]:

@@ -106,6 +106,16 @@ def test_everything_is_sent_once_in_order_and_sealed(
     assert not sender.closed
 
 
+@pytest.mark.case("F31")
+def test_a_view_that_is_negated_only_in_name_is_sent_as_it_reads(client: Client, sender: RecordingSender) -> None:
+    negated = torch.complex(torch.zeros(20, 15), -TENSORS["a"]).conj().imag
+    with session(client, sender) as update:
+        for name, tensor in {**TENSORS, "a": negated}.items():
+            update.put(name, tensor)
+        update.seal()
+    assert bytes(sender.bytes["a"]) == tensor_bytes(TENSORS["a"])
+
+
 def test_one_bucket_at_a_time_is_held(client: Client, sender: RecordingSender) -> None:
     with session(client, sender) as update:
         put_all(update)
@@ -133,6 +143,7 @@ def test_a_large_manifest_travels_ahead(
         ("a", TENSORS["a"][:10], "tensor_shape"),
         ("a", torch.empty(0), "tensor_shape"),
         ("a", TENSORS["a"].double(), "tensor_dtype"),
+        ("a", TENSORS["a"].to("meta"), "bad_request"),
     ],
 )
 def test_what_was_not_promised_is_refused_at_once(

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import UninitializedParameter
 
 from trainer_side.sources import as_source
 from trainer_side.sources.casts import cast
@@ -292,3 +294,60 @@ def test_writes_through_data_are_seen_by_digests_only() -> None:
     weights["a"].data.add_(1)
     source.check_untouched()
     assert source.digests() != before
+
+
+COMPLEX = torch.complex(torch.arange(4.0), -torch.arange(4.0))
+LAZY_VIEWS = {"a conjugated view": COMPLEX.conj(), "a negated view": COMPLEX.conj().imag}
+
+
+@pytest.mark.case("F31")
+@pytest.mark.parametrize("tensor", LAZY_VIEWS.values(), ids=LAZY_VIEWS)
+def test_a_view_that_is_negated_or_conjugated_only_in_name_is_sent_as_it_reads(tensor: torch.Tensor) -> None:
+    wanted = torch.tensor(tensor.tolist(), dtype=tensor.dtype)
+    source = as_source({"other": COMPLEX.clone(), "it": tensor})
+    assert source.ties == ()
+    sent = walked(source)["it"]
+    assert not sent.is_conj()
+    assert not sent.is_neg()
+    assert same(sent, wanted)
+    assert source.digests()["it"] == to_hex(tensor_digest(wanted, source.specs["it"].dtype))
+
+
+@pytest.mark.case("F31")
+def test_a_view_and_its_negation_are_no_tie() -> None:
+    assert as_source({"a": COMPLEX.conj().imag, "b": COMPLEX.imag}).ties == ()
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(2, 3)
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(2, 3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def freed_behind() -> torch.Tensor:
+    tensor = torch.ones(4, 3)[2:]
+    tensor.untyped_storage().resize_(3 * 3 * 4)
+    return tensor
+
+
+WITHOUT_BYTES = {
+    "fake": fake,
+    "freed": freed,
+    "freed in part": freed_behind,
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "traced": lambda: torch._to_functional_tensor(torch.ones(2, 3)),
+    "not initialised": UninitializedParameter,
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "meta": lambda: torch.empty(2, 3, device="meta"),
+}
+
+
+@pytest.mark.case("F31")
+@pytest.mark.parametrize("make", WITHOUT_BYTES.values(), ids=WITHOUT_BYTES)
+def test_a_tensor_without_memory_is_refused_by_name(make: Callable[[], torch.Tensor]) -> None:
+    assert failures({"whole": torch.ones(2, 3), "odd": make()}) == {("bad_request", "odd")}
