@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from updater.core.codes import TABLE
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.schemas import CAUSES, MAX_CAUSES, MAX_TEXT, PEER_CAUSES
 
@@ -30,6 +31,7 @@ def bodies(failures: Iterable[Failure]) -> list[Mapping[str, Any]]:
             **({"rank": each.rank} if each.rank is not None else {}),
             **({"tensor": each.tensor} if each.tensor else {}),
             **({"file": each.file} if each.file else {}),
+            **({"hint": each.hint} if each.hint != TABLE[each.code].hint else {}),
         }
         for each in failures
     ]
@@ -53,4 +55,5 @@ def _short(failure: Failure) -> Failure:
         message=failure.message[:MAX_TEXT],
         tensor=failure.tensor[:MAX_TEXT],
         file=failure.file[-MAX_TEXT:],
+        hint=failure.hint[:MAX_TEXT],
     )

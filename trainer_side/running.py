@@ -15,7 +15,8 @@ from trainer_side.causes import claimable
 from trainer_side.client import Cut
 from trainer_side.flows import Call, Flow
 from trainer_side.hooks import HookCaller, Hooks
-from updater.core.errors import CODES, Aborted, Failure, LiveweightsError, Rejected, RolledBack, Unavailable
+from updater.core.errors import Failure, LiveweightsError, Unavailable
+from updater.receipts import error_of
 from updater.schemas import Receipt, UpdateState
 
 T = TypeVar("T")
@@ -24,7 +25,6 @@ AGAIN_S = 0.25
 ASK_S = 5.0
 #: How long an update that was told to end may take to do so: discarding has a deadline of its own.
 END_S = 90.0
-_OUTCOMES: dict[str, type[LiveweightsError]] = {"rejected": Rejected, "aborted": Aborted, "rolled_back": RolledBack}
 
 
 class Link(Protocol):
@@ -214,20 +214,3 @@ class RunningUpdate:
                 # It has ended; the events bring the receipt, and the stream stops now.
                 self._tell_end(error.code)
                 return
-
-
-def error_of(receipt: Receipt) -> LiveweightsError | None:
-    """What a receipt says, as the error that it would have been answered with; None for a committed one."""
-    kind = _OUTCOMES.get(receipt.outcome)
-    if kind is None:
-        return None
-    failures = [
-        Failure(**{**each.model_dump(), "code": each.code if each.code in CODES else "internal"})
-        for each in receipt.failures
-    ]
-    reason = receipt.reason if receipt.reason in CODES else "internal"
-    return kind(
-        *(failures or [Failure(reason or "internal", receipt.outcome)]),
-        live_version=receipt.live_version,
-        receipt=receipt.model_dump(mode="json"),
-    )

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from updater import wire
 from updater.core.errors import (
     CODES,
+    IN_DOCUMENT,
     Aborted,
     Failure,
     LiveweightsError,
@@ -30,6 +31,7 @@ from updater.core.errors import (
     Unauthorized,
     Unavailable,
 )
+from updater.receipts import groups_of
 from updater.security import Access, FrontKeys, Tokens
 
 MEDIA_TYPE = "application/problem+json"
@@ -77,7 +79,10 @@ def problem_body(error: LiveweightsError, **extra: Any) -> dict[str, Any]:
         "outcome": next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "unavailable"),
         "retryable": error.retryable,
         "live_version": error.live_version,
-        "failures": [wire.plain(failure) for failure in error.failures],
+        "hint": error.hint,
+        "groups": [wire.plain(group) for group in error.groups],
+        "failures": [wire.plain(failure) for failure in error.failures[:IN_DOCUMENT]],
+        "failures_count": sum(group.count for group in error.groups),
         **(error.members if isinstance(error, RejectedWith) else {}),
         **extra,
     }
@@ -303,9 +308,11 @@ def error_of(status: int, document: object, *, fallback: str = "internal") -> Li
     failures = failures_of(document, fallback=_BY_STATUS.get(status, fallback))
     told: Mapping[str, Any] = document if isinstance(document, Mapping) else {}
     kind = _KINDS.get(str(told.get("outcome")), Unavailable if CODES[failures[0].code] == 503 else Rejected)
-    live, receipt = told.get("live_version"), told.get("receipt")
+    live, receipt, groups, again = (told.get(key) for key in ("live_version", "receipt", "groups", "retryable"))
     return kind(
         *failures,
         live_version=live if isinstance(live, str) else None,
         receipt=receipt if isinstance(receipt, Mapping) else None,
+        groups=groups_of(groups) if isinstance(groups, list) else (),
+        retryable=again if isinstance(again, bool) else None,
     )

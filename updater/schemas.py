@@ -159,6 +159,7 @@ class CauseBody(_Body):
     rank: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     tensor: Annotated[str, StringConstraints(max_length=MAX_TEXT)] = ""
     file: Annotated[str, StringConstraints(max_length=MAX_TEXT)] = ""
+    hint: Annotated[str, StringConstraints(max_length=MAX_TEXT)] = ""
 
     @model_validator(mode="after")
     def _own_side(self) -> CauseBody:
@@ -208,6 +209,19 @@ class FailureBody(BaseModel):
     hint: str = ""
 
 
+class GroupBody(BaseModel):
+    """The failures of one code: `updater.core.errors.Group`."""
+
+    code: str
+    count: int
+    examples: list[FailureBody]
+    hint: str = ""
+    replicas: int = 0
+    ranks: int = 0
+    tensors: int = 0
+    files: int = 0
+
+
 class MemberState(BaseModel):
     """One member as the coordinator sees it. `state` is the front's, or `lost`."""
 
@@ -241,7 +255,11 @@ class Pause(BaseModel):
 
 
 class Receipt(BaseModel):
-    """What an update answers. `observed`: content digest per member; `bytes_read`: over all members and ranks."""
+    """What an update answers. `observed`: content digest per member; `bytes_read`: over all members and ranks.
+
+    `failures`: the first 1000 of `failures_count`; `groups`: all of them by code. `retryable`: of one that did not
+    commit, whether the same request may succeed later.
+    """
 
     id: str
     serial: int
@@ -249,6 +267,9 @@ class Receipt(BaseModel):
     outcome: Literal["committed", "rejected", "aborted", "rolled_back"]
     reason: str | None
     failures: list[FailureBody]
+    failures_count: int = 0
+    groups: list[GroupBody] = []
+    retryable: bool = False
     version: str
     live_version: str | None
     rollback_to: str | None

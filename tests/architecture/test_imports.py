@@ -36,6 +36,7 @@ ALLOWED = {
         "updater.wire",
         "updater.http",
         "updater.ray_calls",
+        "updater.receipts",
         "updater.schemas",
     ),
 }

@@ -263,3 +263,31 @@ def test_documents_of_others_are_read_with_care() -> None:
     assert http.error_of(401, "x").code == "unauthorized"
     assert isinstance(http.error_of(422, http.problem_body(Rejected(Failure("file_header", "x")))), Rejected)
     assert isinstance(http.error_of(401, http.problem_body(Unauthorized(Failure("unauthorized", "x")))), Unauthorized)
+
+
+@pytest.mark.case("F26")
+def test_a_document_holds_a_bounded_list_and_its_text_is_that_of_the_exception() -> None:
+    failures = [
+        Failure("tensor_narrowing", "F32 into BF16", rank=number % 2, tensor=f"t{number}") for number in range(250)
+    ]
+    error = Rejected(*failures, live_version="0-1")
+    document = http.problem_body(error)
+    assert (len(document["failures"]), document["failures_count"]) == (100, 250)
+    assert [(group["code"], group["count"], group["tensors"]) for group in document["groups"]] == [
+        ("tensor_narrowing", 250, 250)
+    ]
+    assert document["hint"] == error.hint != ""
+    heard = http.error_of(422, document)
+    assert str(heard) == document["detail"] == str(error)
+    assert (heard.groups, heard.retryable, heard.hint) == (error.groups, error.retryable, error.hint)
+    assert http.problem_body(heard)["failures_count"] == 250
+
+
+def test_a_document_of_another_release_is_grouped_by_the_reader() -> None:
+    old = {"failures": [{"code": "busy", "message": "x"}, {"code": "busy", "message": "x"}]}
+    strange = {**old, "groups": [{"code": "busy", "count": "many"}], "retryable": "perhaps"}
+    unknown = {**old, "groups": [{"code": "busy", "count": 2, "examples": [{"code": "of 2030", "message": ""}]}]}
+    for document in (old, strange, unknown):
+        error = http.error_of(409, document)
+        assert [(group.code, group.count) for group in error.groups] == [("busy", 2)]
+        assert error.retryable

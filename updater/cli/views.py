@@ -161,21 +161,15 @@ def history(receipts: Sequence[Receipt]) -> None:
 
 
 def error(problem: LiveweightsError, *, as_json: bool) -> None:
-    """An error: every failure with its place, and what is live. As JSON: the problem document on stdout."""
+    """An error: its text, as over HTTP and in Python, and what is live. As JSON: the problem document on stdout."""
     if as_json:
         from updater.http import problem_body
 
         extra = {"receipt": problem.receipt} if problem.receipt is not None else {}
         print_json(problem_body(problem, **extra))
         return
-    rows = [
-        (one.code, one.replica, "" if one.rank is None else one.rank, one.file, one.tensor, one.message)
-        for one in problem.failures[:40]
-    ]
-    title = f"{type(problem).__name__.lower()}: {problem.code}"
-    err.print(table(title, ("code", "replica", "rank", "file", "tensor", "what"), rows, right="rank"))
-    if len(problem.failures) > 40:
-        err.print(f"and {len(problem.failures) - 40} more")
+    # Not wrapped: what is printed can be searched for, and pasted.
+    err.print(f"[bold]{type(problem).__name__.lower()}[/bold]: {escape(str(problem))}", soft_wrap=True, highlight=False)
     retry = "a retry makes sense" if problem.retryable else "a retry would end the same way"
     err.print(f"live: {problem.live_version or 'unknown'}; {retry}")
 

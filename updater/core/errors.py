@@ -10,107 +10,33 @@ LiveweightsError
 └── Quarantined   of a member, not of an update: it stays shut until audited or restarted
 ```
 
-`CODES` is the whole vocabulary, with the HTTP status of each: an error with a code that is not listed cannot be made.
+`updater.core.codes` is the whole vocabulary: an error with a code that is not listed there cannot be made. Many
+failures are told by code (`grouped`, `told`): over HTTP, on the command line and by exceptions with the same text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-#: code -> HTTP status. 409 busy or wrong phase, 412 version preconditions, 422 refused content, 424 a rank failed.
-CODES: dict[str, int] = {
-    # requests
-    "bad_request": 400,
-    "unauthorized": 401,
-    "forbidden": 403,
-    "address_refused": 403,
-    "not_found": 404,
-    "method_not_allowed": 405,
-    "body_too_large": 413,
-    "id_reused": 422,
-    "busy": 409,
-    "wrong_phase": 409,
-    "superseded": 409,
-    "replica_id_taken": 409,
-    "member_blocked": 409,
-    "version_not_served": 409,
-    "stale_version": 412,
-    "base_mismatch": 412,
-    "expected_mismatch": 412,
-    "no_rollback": 412,
-    "adopt_needed": 412,
-    "no_members": 503,
-    "mode_unsupported": 422,
-    "transport_unsupported": 422,
-    "adapter_unsupported": 422,
-    # sources: files
-    "source_outside_roots": 422,
-    "source_missing": 422,
-    "source_changed": 422,
-    "source_ambiguous": 422,
-    "file_truncated": 422,
-    "file_header": 422,
-    "file_dtype": 422,
-    "file_range": 422,
-    "file_duplicate": 422,
-    "index_mismatch": 422,
-    "shard_missing": 422,
-    "read_failed": 424,
-    # sources: streams
-    "stream_mismatch": 422,
-    "peer_lost": 424,
-    "peer_timeout": 424,
-    # content
-    "manifest_invalid": 422,
-    "manifest_mismatch": 422,
-    "manifest_required": 422,
-    "config_mismatch": 422,
-    "tensor_missing": 422,
-    "tensor_unexpected": 422,
-    "tensor_duplicate": 422,
-    "tensor_shape": 422,
-    "tensor_dtype": 422,
-    "tensor_narrowing": 422,
-    "tensor_nonfinite": 422,
-    "tensor_suspicious": 422,
-    "tensor_digest": 422,
-    "tensor_unwritten": 422,
-    "placement_refused": 422,
-    "copies_differ": 422,
-    # ranks and members
-    "no_space": 424,
-    "rank_failed": 424,
-    "rank_died": 424,
-    "rank_steps_differ": 424,
-    "replica_lost": 424,
-    "replica_fenced": 424,
-    "replica_asleep": 424,
-    "cache_not_reset": 424,
-    "quiesce_timeout": 424,
-    "phase_timeout": 424,
-    "lease_expired": 409,
-    "client_abort": 409,
-    "coordinator_restarted": 503,
-    "journal_failed": 503,
-    "shut": 503,
-    "queue_full": 503,
-    "aborted_by_update": 503,
-    "unreachable": 503,
-    "internal": 500,
-}
+from updater.core.codes import TABLE
 
+#: code -> HTTP status. `updater.core.codes` has the whole table, and writes docs/errors.md.
+CODES: dict[str, int] = {name: row.status for name, row in TABLE.items()}
 #: Codes after which the same request may succeed without anybody changing anything.
-RETRYABLE = frozenset(
-    code for code, status in CODES.items() if status in (409, 424, 503) and code not in ("replica_id_taken",)
-)
+RETRYABLE = frozenset(name for name, row in TABLE.items() if row.retry)
+#: Different messages of one code that a text shows.
+EXAMPLES = 3
+#: Failures that a problem document and a receipt list one by one.
+IN_DOCUMENT, IN_RECEIPT = 100, 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     """One thing that went wrong at one place. Strings only; empty fields do not apply.
 
-    `hint`: the way out, where there is one: the argument to pass, the option to set or the command to run.
+    `hint`: the way out, where there is one: the argument to pass, the option to set or the command to run. Left out, it
+    is the usual one of the code.
     """
 
     code: str
@@ -124,6 +50,8 @@ class Failure:
     def __post_init__(self) -> None:
         if self.code not in CODES:
             raise ValueError(f"unknown failure code {self.code!r}")
+        if not self.hint:
+            object.__setattr__(self, "hint", TABLE[self.code].hint)
 
     def at(self, *, replica: str | None = None, rank: int | None = None) -> Failure:
         """The same failure with its place filled in, unless it already names one."""
@@ -134,10 +62,58 @@ class Failure:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The failures of one code. `examples`: up to three that say different things, the first one first.
+
+    `replicas`, `ranks`, `tensors`, `files`: how many different ones the failures name.
+    """
+
+    code: str
+    count: int
+    examples: tuple[Failure, ...]
+    hint: str = ""
+    replicas: int = 0
+    ranks: int = 0
+    tensors: int = 0
+    files: int = 0
+
+
+def grouped(failures: Iterable[Failure]) -> tuple[Group, ...]:
+    """The failures by code, in the order of the first of each. A closer hint goes before the usual one of the code."""
+    by_code: dict[str, list[Failure]] = {}
+    for failure in failures:
+        by_code.setdefault(failure.code, []).append(failure)
+    return tuple(_group(code, of_code) for code, of_code in by_code.items())
+
+
+def _group(code: str, failures: list[Failure]) -> Group:
+    different = {failure.message: failure for failure in reversed(failures)}
+    return Group(
+        code=code,
+        count=len(failures),
+        examples=tuple(different[message] for message in dict.fromkeys(each.message for each in failures))[:EXAMPLES],
+        hint=next((each.hint for each in failures if each.hint != TABLE[code].hint), TABLE[code].hint),
+        replicas=len({each.replica for each in failures if each.replica}),
+        ranks=len({(each.replica, each.rank) for each in failures if each.rank is not None}),
+        tensors=len({each.tensor for each in failures if each.tensor}),
+        files=len({each.file for each in failures if each.file}),
+    )
+
+
+def told(groups: Iterable[Group]) -> str:
+    """One text for people: what went wrong, how often and where, and after it the ways out."""
+    groups = tuple(groups)
+    hints = dict.fromkeys(group.hint for group in groups if group.hint)
+    return "; ".join(map(_line, groups)) + "".join(f". Hint: {hint}" for hint in hints)
+
+
 class LiveweightsError(Exception):
     """Base. `failures[0].code` is the code of the whole; `live_version` is what serves now, as a label.
 
-    `receipt`: on the client's side, the receipt that a problem document carried, as JSON-ready values.
+    `groups`: the failures by code, where they are more than are listed. `retryable`: whether the same request may
+    succeed later; else the code decides. `receipt`: on the client's side, the receipt that a problem document carried,
+    as JSON-ready values.
     """
 
     def __init__(
@@ -145,13 +121,17 @@ class LiveweightsError(Exception):
         *failures: Failure,
         live_version: str | None = None,
         receipt: Mapping[str, object] | None = None,
+        groups: tuple[Group, ...] = (),
+        retryable: bool | None = None,
     ) -> None:
         if not failures:
             raise ValueError("an error needs at least one failure")
-        super().__init__("; ".join(_line(failure) for failure in failures))
+        self.groups = groups or grouped(failures)
+        super().__init__(told(self.groups))
         self.failures = failures
         self.live_version = live_version
         self.receipt = receipt
+        self.retryable = failures[0].code in RETRYABLE if retryable is None else retryable
 
     @property
     def code(self) -> str:
@@ -163,8 +143,9 @@ class LiveweightsError(Exception):
         return CODES[self.code]
 
     @property
-    def retryable(self) -> bool:
-        return self.code in RETRYABLE
+    def hint(self) -> str:
+        """The way out that the first group names, if it names one."""
+        return self.groups[0].hint
 
 
 class Rejected(LiveweightsError):
@@ -196,12 +177,38 @@ def refuse(code: str, message: str, *, tensor: str = "", file: str = "", hint: s
     return Rejected(Failure(code, message, tensor=tensor, file=file, hint=hint))
 
 
-def _line(failure: Failure) -> str:
+def _line(group: Group) -> str:
+    first, rest = group.examples[0], group.examples[1:]
+    if group.count == 1:
+        return f"{group.code}: {first.message}{_at(first)}"
+    if not rest:
+        counts = (
+            _number(group.tensors, "tensor"),
+            _number(group.files, "file"),
+            _number(group.ranks, "rank"),
+            _number(group.replicas, "replica"),
+        )
+        where = ", ".join(filter(None, (f"{group.count} times", *counts, _places(first) and f"first {_places(first)}")))
+        return f"{group.code}: {first.message} ({where})"
+    more = group.count - len(group.examples)
+    lines = "; ".join(f"{each.message}{_at(each)}" for each in group.examples)
+    return f"{group.code}: {lines}" + (f"; and {more} more" if more else "")
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}" if count else ""
+
+
+def _at(failure: Failure) -> str:
+    where = _places(failure)
+    return f" ({where})" if where else ""
+
+
+def _places(failure: Failure) -> str:
     places = (
         f"replica {failure.replica}" if failure.replica else "",
         f"rank {failure.rank}" if failure.rank is not None else "",
         f"file {failure.file}" if failure.file else "",
         f"tensor {failure.tensor}" if failure.tensor else "",
     )
-    where = ", ".join(place for place in places if place)
-    return f"{failure.code}: {failure.message}" + (f" ({where})" if where else "")
+    return ", ".join(place for place in places if place)

@@ -14,14 +14,8 @@ from updater import http
 from updater.coordinator.coordinator import Coordinator
 from updater.coordinator.metrics import CONTENT_TYPE
 from updater.coordinator.updates import Update
-from updater.core.errors import (
-    Aborted,
-    Failure,
-    LiveweightsError,
-    Rejected,
-    RolledBack,
-    Unavailable,
-)
+from updater.core.errors import IN_DOCUMENT, Failure, Unavailable
+from updater.receipts import error_of
 from updater.schemas import (
     AbortBody,
     AdoptBody,
@@ -39,7 +33,6 @@ from updater.schemas import (
 #: What an inference client may see.
 INFERENCE_PATHS = frozenset({"/v1/version"})
 KEEP_ALIVE_S = 10.0
-_OUTCOMES: dict[str, type[LiveweightsError]] = {"rejected": Rejected, "aborted": Aborted, "rolled_back": RolledBack}
 
 
 def create_app(coordinator: Coordinator) -> FastAPI:
@@ -117,14 +110,11 @@ class _Face:
             failure = self._coordinator.stopped or Failure("shut", "the coordinator ended")
             raise Unavailable(failure, live_version=self._coordinator.live_version)
         document = receipt.model_dump(mode="json")
-        if receipt.outcome == "committed":
+        error = error_of(receipt, self._coordinator.live_version)
+        if error is None:
             return JSONResponse(document)
-        failures = [Failure(**failure.model_dump()) for failure in receipt.failures]
-        error = _OUTCOMES[receipt.outcome](
-            *(failures or [Failure(receipt.reason or "internal", receipt.outcome)]),
-            live_version=self._coordinator.live_version,
-        )
-        return http.problem(error, receipt=document)
+        # The list of the failures is the document's own; all that is kept of it is at GET /v1/updates/{id}.
+        return http.problem(error, receipt={**document, "failures": document["failures"][:IN_DOCUMENT]})
 
     async def state(self, update_id: str) -> UpdateState:
         return self._desk.view(self._desk.find(update_id))

@@ -1,0 +1,113 @@
+"""Codes, hints, and many failures as one text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from updater.core import codes
+from updater.core.errors import (
+    CODES,
+    EXAMPLES,
+    RETRYABLE,
+    Aborted,
+    Failure,
+    Group,
+    Rejected,
+    Unavailable,
+    grouped,
+    told,
+)
+
+PAGE = Path(__file__).parents[3] / "docs" / "errors.md"
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == codes.page()
+
+
+def test_every_code_has_a_status_and_one_sentence() -> None:
+    for name, row in codes.TABLE.items():
+        assert 400 <= row.status < 600, name
+        assert row.meaning.endswith("."), name
+        assert "|" not in row.meaning + row.hint, name
+        assert not row.hint.endswith("."), name
+    assert set(codes.TABLE) == set(CODES)
+
+
+def test_a_server_that_cannot_answer_now_may_later() -> None:
+    assert {name for name, status in CODES.items() if status == 503} <= RETRYABLE
+    assert not {name for name in RETRYABLE if CODES[name] in (400, 401, 403, 404, 412, 422)}
+
+
+@pytest.mark.case("F27")
+def test_a_failure_without_a_hint_has_that_of_its_code() -> None:
+    assert Failure("stale_version", "").hint == codes.TABLE["stale_version"].hint != ""
+    assert Failure("stale_version", "", hint="closer").hint == "closer"
+    assert Failure("internal", "").hint == ""
+    error = Rejected(Failure("stale_version", "x"))
+    assert error.hint == Failure("stale_version", "").hint
+    assert error.hint in str(error)
+
+
+def many(count: int) -> list[Failure]:
+    return [
+        Failure("tensor_narrowing", "F32 into BF16", replica="a", rank=number % 2, tensor=f"t{number // 2}")
+        for number in range(count)
+    ]
+
+
+@pytest.mark.case("F26")
+def test_one_sentence_that_is_said_many_times_is_one_sentence_with_a_count() -> None:
+    error = Rejected(*many(42))
+    assert str(error).count("F32 into BF16") == 1
+    assert "42" in str(error)
+    assert len(str(error)) < 500
+    (group,) = error.groups
+    assert (group.count, group.tensors, group.ranks, group.replicas, group.files) == (42, 21, 2, 1, 0)
+    assert group.examples == (error.failures[0],)
+    assert group.hint == error.failures[0].hint
+
+
+def test_different_sentences_of_a_code_are_shown_up_to_a_number() -> None:
+    failures = [Failure("tensor_shape", f"shape {number}", tensor=f"t{number}") for number in range(10)]
+    (group,) = grouped(failures)
+    assert group.examples == tuple(failures[:EXAMPLES])
+    text = told((group,))
+    assert all(each.message in text and f"tensor {each.tensor}" in text for each in group.examples)
+    assert failures[EXAMPLES].message not in text
+    (few,) = grouped(failures[:2])
+    assert all(each.message in told((few,)) for each in failures[:2])
+
+
+def test_groups_keep_the_order_of_the_causes_and_the_closer_hint() -> None:
+    groups = grouped(
+        [
+            Failure("tensor_shape", "x"),
+            Failure("client_abort", "y"),
+            Failure("tensor_shape", "z", hint="closer"),
+            Failure("tensor_shape", "z", hint="later"),
+        ]
+    )
+    assert [(group.code, group.count, group.hint) for group in groups] == [
+        ("tensor_shape", 3, "closer"),
+        ("client_abort", 1, ""),
+    ]
+
+
+def test_one_hint_is_given_once() -> None:
+    error = Aborted(Failure("tensor_shape", "x", hint="do this"), Failure("tensor_dtype", "y", hint="do this"))
+    assert str(error).count("do this") == 1
+
+
+def test_one_sentence_without_a_place() -> None:
+    assert "2 times" in str(Unavailable(Failure("unreachable", "x"), Failure("unreachable", "x")))
+
+
+def test_an_error_may_stand_for_more_failures_than_it_lists() -> None:
+    group = Group("tensor_shape", 5000, (Failure("tensor_shape", "x"),), tensors=5000)
+    error = Rejected(Failure("tensor_shape", "x"), groups=(group,), retryable=True)
+    assert "5000" in str(error)
+    assert error.retryable
+    assert not Rejected(Failure("tensor_shape", "x")).retryable
