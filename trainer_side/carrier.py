@@ -37,7 +37,11 @@ class Carrier:
         if not isinstance(weights, str | os.PathLike) or self._options.transport not in ("auto", "disk"):
             return None
         if self._options.dtypes:
-            raise refuse("bad_request", "dtypes: a checkpoint on disk is read as it lies there; stream it to cast it")
+            raise refuse(
+                "bad_request",
+                "dtypes: a checkpoint on disk is read as it lies there",
+                hint="stream it to cast it (transport=...), or let the engine round it with the policy allow_narrowing",
+            )
         path = Path(real_path(os.fspath(weights)))
         if not path.exists():
             raise refuse("source_missing", "no such file or folder", file=str(path))

@@ -53,7 +53,7 @@ class Options:
     For disk: `directory`: where `<run>-<step>` is written with its manifest. `config_from`: model folder whose config
     and tokenizer files go with the weights, so that an engine can start there. `keep`: how many folders of earlier
     pushes to leave in `directory`, besides those that the coordinator still needs. `shard_bytes`: of one file, at most.
-    `dtypes`: {glob pattern: dtype} of what travels rounded, as in `sources.as_source`: `{"*": "BF16"}`.
+    `dtypes`: {glob pattern: dtype} of what travels rounded, as in `sources.as_source`: `{"*": "BF16"}`; or one dtype.
     For streams: `bucket_bytes`: what travels at once; two of them are in memory. `stall_s`: how long one receiver may
     keep a stream waiting before it is given up. `sender_options`: for the transport's sender class.
     """

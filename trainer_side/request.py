@@ -36,7 +36,7 @@ class Terms:
     ) -> Terms:
         """Raises Rejected `bad_request`."""
         if isinstance(version, str):
-            version = _parsed(version)
+            version = int(version) if version.isascii() and version.isdecimal() else _parsed(version)
         base = None if base_version is None else str(base_version)
         return cls(str(version) if isinstance(version, Version) else version, _policy(policy), id, base)
 

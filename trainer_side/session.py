@@ -43,6 +43,8 @@ LEASE_S = 60.0
 #: After a failure of the transport: how long the coordinator is left to learn the cause from its own side.
 CAUSE_S = 2.0
 _OF_PEERS = ("peer_lost", "peer_timeout")
+#: What is said to whoever is inside an update that has ended.
+_ECHOES = ("client_abort", "wrong_phase")
 _UNSEALED = ("queued", "planning", "staging")
 
 
@@ -290,7 +292,8 @@ class UpdateSession:
 
     def _explained(self, here: LiveweightsError | None, there: LiveweightsError | None) -> LiveweightsError:
         """One error of two views. The cause comes first: what was seen here, if the coordinator only knows that it was
-        told to stop from here, or what receivers heard from the sender; else what it says."""
+        told to stop from here, or what receivers heard from the sender; else what it says. That something was stopped
+        because the update had ended comes last, wherever it was heard: it explains nothing."""
         if there is None:
             return here or Unavailable(Failure("unreachable", "how the update ended is not known"))
         mine = () if here is None else here.failures
@@ -298,8 +301,8 @@ class UpdateSession:
         stopped = self._asked and any(each.code == "client_abort" and not each.replica for each in there.failures)
         echo = there.code in _OF_PEERS or stopped
         failures = (*(told or mine), *there.failures) if echo else (*there.failures, *told)
-        kind = type(there)
-        return kind(*_distinct(failures), live_version=there.live_version, receipt=there.receipt)
+        causes_first = sorted(_distinct(failures), key=lambda failure: failure.code in _ECHOES)
+        return type(there)(*causes_first, live_version=there.live_version, receipt=there.receipt)
 
 
 def _told(error: BaseException | None) -> LiveweightsError | None:

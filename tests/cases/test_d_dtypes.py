@@ -95,6 +95,15 @@ def test_B070_a_lossy_cast_needs_the_policy_and_keeps_the_proof(tmp_path: Path) 
     assert torch.equal(made.engines[0].bound["bias"], BIAS.to(torch.bfloat16))
 
 
+@pytest.mark.case("F26")
+def test_a_lossy_cast_that_is_refused_names_the_policy_that_allows_it(tmp_path: Path) -> None:
+    made = single({"bias": BIAS}, {"bias": torch.bfloat16}, from_disk(tmp_path, {"bias": BIAS}))
+    with pytest.raises(LiveweightsError) as caught:
+        made.vote(1)
+    assert 'allow_narrowing=[["F32", "BF16"]]' in caught.value.failures[0].hint
+    assert "F32:BF16" in str(caught.value)
+
+
 def test_B070_what_was_narrowed_wrongly_is_caught() -> None:
     """The proof of a lossy cast: the source's bytes are the promised ones, and their cast is what lies here."""
     promised = {"bias": BIAS}

@@ -14,7 +14,8 @@ from updater.core.errors import Failure, Rejected
 #: Types between which a cast is only a rounding. Eight-bit types need scales, integers are no weights to round.
 ROUNDED = ("F64", "F32", "BF16", "F16")
 
-Dtypes = Mapping[str, str | torch.dtype]
+#: {glob pattern: dtype}, or one dtype for all. A dtype is torch's, its name, or the name in safetensors.
+Dtypes = Mapping[str, str | torch.dtype] | str | torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,15 @@ class Casts:
     @classmethod
     def of(cls, dtypes: Dtypes | None) -> Casts:
         """Raises Rejected `tensor_dtype` for a target that no weight is merely rounded to."""
+        if isinstance(dtypes, str | torch.dtype):
+            dtypes = {"*": dtypes}
         rules = tuple((pattern, _name(target)) for pattern, target in (dtypes or {}).items())
         faults = [
-            Failure("tensor_dtype", f"{pattern!r} asks for {target}: only {', '.join(ROUNDED)} are casts")
+            Failure(
+                "tensor_dtype",
+                f"{pattern!r} asks for {target}: only {', '.join(ROUNDED)} are casts",
+                hint='pass dtypes="bfloat16", or {"*": "BF16"} with patterns of names',
+            )
             for pattern, target in rules
             if target not in ROUNDED
         ]
@@ -75,4 +82,5 @@ def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _name(target: str | torch.dtype) -> str:
-    return DTYPE_NAMES.get(target, str(target)) if isinstance(target, torch.dtype) else target
+    found = target if isinstance(target, torch.dtype) else getattr(torch, str(target).removeprefix("torch."), None)
+    return DTYPE_NAMES.get(found, str(target)) if isinstance(found, torch.dtype) else str(target)

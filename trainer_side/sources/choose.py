@@ -37,7 +37,7 @@ def as_source(
     weights name one (a device mesh, DistributedDataParallel, FSDP). Whole tensors name none: this process pushes alone.
     `sender_rank`: rank within `group` of the one that gets the tensors.
     `dtypes`: {glob pattern: dtype} of floating-point tensors that travel rounded, the last match decides:
-    `{"*": "BF16", "*.router.weight": "F32"}`.
+    `{"*": "BF16", "*.router.weight": "F32"}`. One dtype alone is that of all: `torch.bfloat16`, `"bfloat16"`.
 
     Raises Rejected with every fault: empty (ungathered) or meta tensors, two names for one, a pattern without a match.
     """

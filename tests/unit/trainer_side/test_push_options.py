@@ -133,3 +133,9 @@ def test_what_was_begun_in_the_background_comes_before_the_next_push() -> None:
     thread.join()
     background.close()
     assert order == ["first", "second"]
+
+
+@pytest.mark.case("F26")
+def test_a_step_may_be_a_text_as_on_the_command_line() -> None:
+    assert Asked("7").terms.version == 7
+    assert Asked("2-7").terms.version == "2-7"

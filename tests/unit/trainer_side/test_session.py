@@ -272,7 +272,8 @@ def test_what_the_coordinator_knows_comes_first(coordinator: FakeCoordinator, cl
     assert verbs(coordinator) == []
 
 
-@pytest.mark.parametrize("code", ["lease_expired", "superseded", "client_abort"])
+@pytest.mark.case("F20")
+@pytest.mark.parametrize("code", ["lease_expired", "superseded", "client_abort", "peer_lost", "peer_timeout"])
 def test_an_update_that_ends_elsewhere_stops_the_sender(
     coordinator: FakeCoordinator, client: Client, code: str
 ) -> None:
@@ -291,6 +292,20 @@ def test_an_update_that_ends_elsewhere_stops_the_sender(
     assert len(sender.aborts) == 1
     assert sender.ends == [False]
     assert verbs(coordinator) == []
+
+
+@pytest.mark.case("F20")
+@pytest.mark.parametrize("code", ["peer_lost", "tensor_digest"])
+def test_a_seal_that_comes_after_the_end_hears_the_cause_first(
+    coordinator: FakeCoordinator, client: Client, sender: RecordingSender, code: str
+) -> None:
+    """The coordinator answers `wrong_phase` to what comes late: that is no cause."""
+    with session(client, sender) as update:
+        put_all(update)
+        coordinator.end("aborted", code, replica="r0", rank=1)
+        with pytest.raises(Aborted) as caught:
+            update.seal()
+    assert caught.value.code == code
 
 
 def test_an_end_is_told_to_the_sender_once(coordinator: FakeCoordinator, client: Client) -> None:

@@ -351,3 +351,19 @@ WITHOUT_BYTES = {
 @pytest.mark.parametrize("make", WITHOUT_BYTES.values(), ids=WITHOUT_BYTES)
 def test_a_tensor_without_memory_is_refused_by_name(make: Callable[[], torch.Tensor]) -> None:
     assert failures({"whole": torch.ones(2, 3), "odd": make()}) == {("bad_request", "odd")}
+
+
+@pytest.mark.case("F26")
+@pytest.mark.parametrize("dtypes", [torch.bfloat16, "bfloat16", "torch.bfloat16", "BF16", {"*": "bfloat16"}])
+def test_one_dtype_is_that_of_all(dtypes: object) -> None:
+    source = as_source({"a": torch.ones(2), "b": torch.ones(3)}, dtypes=dtypes)  # type: ignore[arg-type]
+    assert {spec.dtype for spec in source.specs.values()} == {"BF16"}
+
+
+@pytest.mark.case("F26")
+@pytest.mark.parametrize("dtypes", ["int8", "load", "no such dtype", torch.int8, {"*": "F8_E4M3"}])
+def test_a_dtype_that_no_weight_is_rounded_to_is_refused(dtypes: object) -> None:
+    with pytest.raises(Rejected) as caught:
+        as_source({"a": torch.ones(2)}, dtypes=dtypes)  # type: ignore[arg-type]
+    assert caught.value.code == "tensor_dtype"
+    assert "dtypes" in caught.value.hint
