@@ -17,24 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from updater import wire
-from updater.coordinator import pruning
+from updater.coordinator import journal_schema, pruning
 from updater.coordinator.manifest_files import ManifestFiles
 from updater.core.effects import Record, RecordKind
 from updater.core.errors import Failure, LiveweightsError
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS ownership (fleet TEXT PRIMARY KEY, epoch INTEGER NOT NULL, owner TEXT NOT NULL) STRICT;
-CREATE TABLE IF NOT EXISTS requests (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, serial INTEGER NOT NULL, kind TEXT NOT NULL,
-    body_hash TEXT NOT NULL, body TEXT NOT NULL, created REAL NOT NULL, receipt TEXT, facts TEXT) STRICT;
-CREATE TABLE IF NOT EXISTS records (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, epoch INTEGER NOT NULL, serial INTEGER NOT NULL, attempt INTEGER NOT NULL,
-    kind TEXT NOT NULL, record TEXT NOT NULL, manifest TEXT NOT NULL, at REAL NOT NULL,
-    UNIQUE (serial, attempt, kind)) STRICT;
-CREATE TABLE IF NOT EXISTS members (
-    replica TEXT PRIMARY KEY, incarnation TEXT NOT NULL, url TEXT NOT NULL, config_hash TEXT NOT NULL) STRICT;
-CREATE TABLE IF NOT EXISTS room (filler BLOB) STRICT;
-"""
 _ROOM = 512 << 10
 _REQUEST = "id, serial, kind, body_hash, body, created, receipt, facts"
 
@@ -85,7 +72,10 @@ class Entry:
 
 
 class Journal:
-    """One fleet's journal in `folder`. Every method raises JournalFailed; after that every further call does."""
+    """One fleet's journal in `folder`. Every method raises JournalFailed; after that every further call does.
+
+    Opening one may raise JournalRefused. `new`: there was none in the folder.
+    """
 
     def __init__(self, folder: Path, fleet: str) -> None:
         self._fleet = fleet
@@ -94,16 +84,15 @@ class Journal:
         with self._guarded():
             self._files = ManifestFiles(folder / "manifests")
             # One thread at a time uses the connection: the loop of the coordinator that owns it.
-            self._db = sqlite3.connect(folder / "journal.sqlite3", isolation_level=None, check_same_thread=False)
+            file = folder / "journal.sqlite3"
+            self._db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
             self._db.execute("PRAGMA busy_timeout = 5000")
             mode = self._db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
             self._db.execute("PRAGMA synchronous = FULL")
             if mode != "wal":
                 raise OSError(f"journal mode is {mode}, not wal")
             self._db.execute("PRAGMA wal_autocheckpoint = 0")  # `tidy` does it, never an append
-            self._db.executescript(_SCHEMA)
-            if "facts" not in {row[1] for row in self._db.execute("PRAGMA table_info(requests)")}:
-                self._db.execute("ALTER TABLE requests ADD COLUMN facts TEXT")  # a journal of before there were any
+            self.new = journal_schema.open_tables(self._db, file, fleet)
 
     # -- ownership
 
@@ -121,15 +110,26 @@ class Journal:
             seen = self._db.execute("SELECT epoch, owner FROM ownership WHERE fleet = ?", (self._fleet,)).fetchone()
             epoch = max(seen[0] if seen else 0, at_least) + 1
             if seen is None:
-                sql, values = "INSERT OR IGNORE INTO ownership VALUES (?, ?, ?)", (self._fleet, epoch, owner)
+                sql, values = "INSERT OR IGNORE INTO ownership VALUES (?, ?, ?, 1)", (self._fleet, epoch, owner)
             else:
-                sql = "UPDATE ownership SET epoch = ?, owner = ? WHERE fleet = ? AND epoch = ? AND owner = ?"
+                sql = (
+                    "UPDATE ownership SET epoch = ?, owner = ?, claims = claims + 1"
+                    " WHERE fleet = ? AND epoch = ? AND owner = ?"
+                )
                 values = (epoch, owner, self._fleet, *seen)
             if self._db.execute(sql, values).rowcount != 1:
                 raise OwnershipLost("another coordinator claimed this fleet at the same moment")
         self._owner = (epoch, owner)
         self._make_room()
         return epoch
+
+    # -- who the fleet is (I11)
+
+    def identity(self) -> str:
+        """Random, made with the journal, or that of the fleet which was adopted. A fleet of before there were
+        identities has its name."""
+        rows = self._read("SELECT identity FROM lineage WHERE fleet = ?", self._fleet)
+        return str(rows[0][0]) if rows else ""
 
     def _make_room(self) -> None:
         """Grow the log once to what some updates need."""
