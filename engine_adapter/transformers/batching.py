@@ -23,6 +23,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from engine_adapter.transformers.requests import PlainHelper
+from updater.core.errors import Failure, LiveweightsError
 
 SCHEDULER = "liveweights"
 
@@ -174,15 +175,18 @@ class Manager(ContinuousBatchingManager):
         return self._wake_up_loop
 
     def start_within(self, deadline_s: float) -> None:
-        """Start the loop and wait until it has its cache. Raises TimeoutError or RuntimeError."""
+        """Start the loop and wait until it has its cache. Raises TimeoutError, or LiveweightsError with the cause."""
         self.status.clear()
         self._thread = threading.Thread(target=self._run_generation_loop, name="generation", daemon=True)
         self._generation_thread = self._thread  # type: ignore[assignment]
         self._thread.start()
         if not self._ready.wait(deadline_s):
             raise TimeoutError(f"generation did not start within {deadline_s} s")
-        if self.status.fatal_error is not None:
-            raise RuntimeError("generation did not start") from self.status.fatal_error
+        status: Any = self.status  # whose type says that it never fails
+        cause = status.fatal_error
+        if cause is not None:
+            why = f"generation did not start: {type(cause).__name__}: {cause}"
+            raise LiveweightsError(Failure("rank_failed", why)) from cause
 
     def stop_within(self, deadline_s: float) -> bool:
         """Ask the loops of all ranks to end. False if this one does not in time (the thread is a daemon)."""

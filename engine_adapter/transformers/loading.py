@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +67,7 @@ def load_model(spec: EngineSpec, options: Options) -> Any:
     library.utils.logging.disable_progress_bar()
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // (2 * spec.size)))
     distributed = None
+    _check_heads(library, spec)
     if spec.size > 1:
         _join_group(spec, options)
         distributed = import_module("transformers.distributed").DistributedConfig(tp_size=spec.size)
@@ -79,9 +82,40 @@ def load_model(spec: EngineSpec, options: Options) -> Any:
             trust_remote_code=False,
         ).eval()
     except (OSError, ValueError) as error:
-        raise LiveweightsError(Failure("placement_refused", f"cannot load: {error}", file=spec.model)) from error
+        raise LiveweightsError(_cannot_load(spec.model, error)) from error
     _own_memory(model)
     return model
+
+
+def _check_heads(library: Any, spec: EngineSpec) -> None:
+    """Ranks share out whole heads, of keys and values too: the library finds out only in its generation loop."""
+    try:
+        config = library.AutoConfig.from_pretrained(spec.model, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise LiveweightsError(_cannot_load(spec.model, error)) from error
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if heads % spec.size or kv_heads % spec.size:
+        fits = [str(size) for size in range(1, kv_heads + 1) if heads % size == kv_heads % size == 0]
+        why = f"{heads} heads over {kv_heads} heads of keys and values cannot be shared out over {spec.size} ranks"
+        failure = Failure("placement_refused", why, file=spec.model, hint=f"start with --tp {' or '.join(fits)}")
+        raise LiveweightsError(failure)
+
+
+def _cannot_load(model: str, error: Exception) -> Failure:
+    """The library maps checkpoints into memory; where that is what failed, its error names neither cause nor file."""
+    for path in sorted(Path(model).glob("*.safetensors")):
+        try:
+            with open(path, "rb") as file:
+                mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ).close()
+        except OSError as cause:
+            why = f"the storage of this file cannot be mapped into memory, which the library needs: {cause.strerror}"
+            hint = "copy the checkpoint to a local disk and start from there"
+            return Failure("placement_refused", why, file=str(path), hint=hint)
+        except ValueError:  # an empty file: the library says so
+            continue
+    return Failure("placement_refused", f"cannot load: {error}", file=model)
 
 
 def _join_group(spec: EngineSpec, options: Options) -> None:
