@@ -123,7 +123,10 @@ class Client:
         timeout_s: float = UPDATE_S,
         **more: Any,
     ) -> Receipt:
-        """Back to `target` (default: what the fleet offers as `rollback_to`) from `expected_live` (default: live)."""
+        """Back to `target` (default: what the fleet offers as `rollback_to`) from `expected_live` (default: live).
+
+        `more`: of the body, as `policy={"in_flight": "abort"}` for a fleet that does not come to rest in time.
+        """
         target, expected_live = self.run(_rollback_pair(target, expected_live))
         body = {"target": str(target), "expected_live": str(expected_live), **more}
         return Receipt.model_validate(self.run(flows.rollback(body, wait=True, timeout_s=timeout_s)))

@@ -175,7 +175,10 @@ class AbortBody(_Body):
 
 
 class RollbackRequest(_Body):
-    """`target`: the version to go back to; `expected_live`: what the caller believes serves now. Both as labels."""
+    """`target`: the version to go back to; `expected_live`: what the caller believes serves now. Both as labels.
+
+    `policy`: `in_flight`, `cache`, `on_busy`, `commit`, `attempts` and the deadlines; the rest is 422.
+    """
 
     target: Annotated[str, StringConstraints(max_length=40)]
     expected_live: Annotated[str, StringConstraints(max_length=40)]

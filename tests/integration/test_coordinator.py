@@ -159,6 +159,51 @@ def test_rollback_brings_the_kept_copy_back(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+BACK = {"target": "0-7", "expected_live": "0-8"}
+
+
+@pytest.mark.case("F28")
+def test_a_rollback_is_told_how_to_pause_and_when_to_commit(tmp_path: Path) -> None:
+    async def scenario(service: LocalService) -> None:
+        (front,) = await service.join("one")
+        await service.push(7)
+        await service.push(8)
+        late = Failure("quiesce_timeout", "a long request", replica="one")
+        front.fail["pause"] = deque([late])
+        policy = {"in_flight": "abort", "attempts": 1, "quiesce_s": 5.0, "deadline_s": 20.0, "on_busy": "wait"}
+        once = await service.post("/v1/rollback?wait=true", {**BACK, "policy": policy})
+        assert (once.status_code, code(once), once.json()["receipt"]["attempts"]) == (424, "quiesce_timeout", 1)
+        assert "--in-flight" in once.json()["hint"]
+        begun = await service.post("/v1/rollback", {**BACK, "id": "back", "policy": {"commit": "manual"}})
+        assert begun.status_code == 202
+        await settle()
+        assert (await service.get("/v1/updates/back")).json()["phase"] == "ready"
+        await service.post("/v1/updates/back/commit")
+        await settle()
+        assert (await service.get("/v1/updates/back")).json()["receipt"]["outcome"] == "committed"
+        assert front.serving == "0-7"
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.case("F28")
+@pytest.mark.parametrize(
+    "policy",
+    [{"install": "exchange"}, {"new_run": True}, {"allow_nonfinite": True}, {"allow_narrowing": [["F32", "F16"]]}],
+)
+def test_what_a_rollback_cannot_honour_is_refused(tmp_path: Path, policy: dict[str, object]) -> None:
+    async def scenario(service: LocalService) -> None:
+        await service.join("one")
+        await service.push(7)
+        await service.push(8)
+        answer = await service.post("/v1/rollback?wait=true", {**BACK, "policy": policy})
+        assert (answer.status_code, code(answer)) == (422, "mode_unsupported")
+        usual = await service.post("/v1/rollback?wait=true", {**BACK, "policy": {"install": "auto", "new_run": False}})
+        assert usual.status_code == 200
+
+    run(tmp_path, scenario)
+
+
 # --- what can go wrong on the way
 
 

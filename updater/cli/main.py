@@ -18,11 +18,11 @@ import typer
 
 from updater.core.errors import Failure, LiveweightsError, RolledBack, Unauthorized, Unavailable
 from updater.core.participant import ReleaseTo
-from updater.core.policy import CachePolicy, InFlight, InstallMode, OnBusy
+from updater.core.policy import CachePolicy, CommitMode, InFlight, InstallMode, OnBusy
 
 if TYPE_CHECKING:
     from trainer_side.client import Client
-    from updater.schemas import Receipt
+    from updater.schemas import Receipt, UpdateState
 
 
 class Exit(IntEnum):
@@ -242,11 +242,49 @@ def rollback(
     to: Annotated[str | None, typer.Option(help="Default: what the fleet offers.")] = None,
     live: Annotated[str | None, typer.Option(help="Refuse unless this version is live; default: what is.")] = None,
     url: Url = DEFAULT_URL,
+    in_flight: Annotated[InFlight, typer.Option(help="What happens to running requests.")] = InFlight.DRAIN,
+    cache: Annotated[CachePolicy, typer.Option(help="What happens to cached keys and values.")] = CachePolicy.RESET,
+    on_busy: Annotated[OnBusy, typer.Option(help="If another update is under way.")] = OnBusy.REFUSE,
+    commit: Annotated[CommitMode, typer.Option(help="Manual: wait for `liveweights commit ID`.")] = CommitMode.AUTO,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds until it must be ready to commit.")] = 600.0,
+    quiesce: Annotated[float, typer.Option(min=0.1, help="Seconds that one try waits for running requests.")] = 30.0,
+    pause_lease: Annotated[float, typer.Option(min=0.1, help="Seconds that a replica stays shut unheard.")] = 30.0,
+    attempts: Annotated[int, typer.Option(min=1, max=10, help="Tries at pausing the fleet.")] = 3,
     as_json: Json = False,
 ) -> None:
     """Bring the previous version back."""
+    policy = {
+        "in_flight": in_flight.value,
+        "cache": cache.value,
+        "on_busy": on_busy.value,
+        "commit": commit.value,
+        "deadline_s": deadline,
+        "quiesce_s": quiesce,
+        "pause_lease_s": pause_lease,
+        "attempts": attempts,
+    }
+    from trainer_side.flows import fresh_id
+    from updater.cli import views
+
+    name = fresh_id("rollback")
     with _errors(as_json), _client(url) as client:
-        _finish(client.rollback(to, live), as_json)
+        if commit is CommitMode.MANUAL:
+            views.err.print(f"{name} waits for: liveweights commit {name}", markup=False, highlight=False)
+        _finish(client.rollback(to, live, id=name, policy=policy), as_json)
+
+
+@app.command()
+def commit(id: Annotated[str, typer.Argument(help="Of the update.")], url: Url = DEFAULT_URL) -> None:
+    """Publish an update that was begun with a manual commit, once every rank has voted for it."""
+    with _errors(False), _client(url) as client:
+        _said(client.commit(id))
+
+
+@app.command()
+def abort(id: Annotated[str, typer.Argument(help="Of the update.")], url: Url = DEFAULT_URL) -> None:
+    """End an update that is not decided yet; what is live stays live."""
+    with _errors(False), _client(url) as client:
+        _said(client.abort(id))
 
 
 @app.command()
@@ -373,6 +411,13 @@ def _stream(path: Path, transport: Transport, url: str, body: dict[str, Any]) ->
 
     receipt: Receipt = _with_bar(path, f"version {body['version']} sent", send)
     return receipt
+
+
+def _said(state: UpdateState) -> None:
+    from updater.cli import views
+
+    ended = f": {state.receipt.outcome}" if state.receipt is not None else ""
+    views.out.print(f"{state.id} ({state.version}) is {state.phase}{ended}", markup=False)
 
 
 def _finish(receipt: Receipt, as_json: bool) -> None:

@@ -32,6 +32,10 @@ class Before:
     source: Seen = UNSEEN
 
 
+#: What the policy of a rollback may say: how it pauses and commits. The rest is about tensors that come in.
+ROLLBACK_POLICY = frozenset(
+    {"in_flight", "cache", "on_busy", "commit", "deadline_s", "quiesce_s", "pause_lease_s", "attempts"}
+)
 #: None: this id was not used before.
 Known = Callable[[str], Before | None]
 
@@ -111,6 +115,18 @@ def _offer(request: UpdateRequest, roots: tuple[Path, ...]) -> Offer:
 
 def asked_rollback(request: RollbackRequest, serial: int) -> Asked:
     """Raises Rejected. Without an id of its own every call is another rollback: a repeat fails on `expected_live`."""
+    usual = PolicyBody()
+    foreign = sorted(
+        name
+        for name in request.policy.model_fields_set - ROLLBACK_POLICY
+        if getattr(request.policy, name) != getattr(usual, name)
+    )
+    if foreign:
+        raise refuse(
+            "mode_unsupported",
+            f"a rollback reads nothing and stages nothing: {', '.join(foreign)} cannot be asked of it",
+            hint=f"a rollback takes {', '.join(sorted(ROLLBACK_POLICY))}",
+        )
     body, body_hash = _hashed(Kind.ROLLBACK, request)
     event = Begin(
         update=request.id or f"rollback-{request.target}-{serial + 1}",

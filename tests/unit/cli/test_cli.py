@@ -147,3 +147,32 @@ def test_manifest_writes_and_check_finds_a_changed_tensor(tmp_path: Path) -> Non
     found = run("manifest", str(folder), "--check", "--json")
     assert found.exit_code == Exit.REFUSED
     assert json.loads(found.stdout)["failures"][0]["code"] == "tensor_digest"
+
+
+@pytest.mark.case("F28")
+def test_rollback_sends_how_it_is_to_pause_and_commit(coordinator: FakeCoordinator) -> None:
+    options = ("--in-flight", "abort", "--cache", "namespace", "--on-busy", "wait", "--commit", "manual")
+    times = ("--deadline", "20", "--quiesce", "5", "--pause-lease", "6", "--attempts", "1")
+    ran = run("rollback", *options, *times, "--url", coordinator.url)
+    assert ran.exit_code == 0
+    (body,) = coordinator.bodies
+    assert body["policy"] == {
+        "in_flight": "abort",
+        "cache": "namespace",
+        "on_busy": "wait",
+        "commit": "manual",
+        "deadline_s": 20.0,
+        "quiesce_s": 5.0,
+        "pause_lease_s": 6.0,
+        "attempts": 1,
+    }
+    assert body["id"] in ran.stderr
+
+
+@pytest.mark.parametrize("verb", ["commit", "abort"])
+def test_a_manual_commit_needs_no_curl(coordinator: FakeCoordinator, verb: str) -> None:
+    coordinator.begin({"id": "mine", "source": {"kind": "broadcast"}})
+    ran = run(verb, "mine", "--url", coordinator.url)
+    assert ran.exit_code == 0
+    assert coordinator.paths == [f"/v1/updates/mine/{verb}"]
+    assert "mine" in ran.stdout

@@ -300,11 +300,12 @@ def test_a_seal_that_comes_after_the_end_hears_the_cause_first(
     coordinator: FakeCoordinator, client: Client, sender: RecordingSender, code: str
 ) -> None:
     """The coordinator answers `wrong_phase` to what comes late: that is no cause."""
-    with session(client, sender) as update:
-        put_all(update)
+
+    def ends(_update: UpdateSession) -> None:
         coordinator.end("aborted", code, replica="r0", rank=1)
-        with pytest.raises(Aborted) as caught:
-            update.seal()
+
+    with pytest.raises(Aborted) as caught:
+        published(client, sender, put_all, ends, UpdateSession.seal)
     assert caught.value.code == code
 
 
