@@ -38,6 +38,7 @@ MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 1
 DEFAULT_MAX_BODY = 4 << 20
 BODY_DEADLINE_S = 60.0
+_JSON_HINT = "pass the header Content-Type: application/json"
 
 _log = logging.getLogger("liveweights.http")
 #: The `outcome` member of a document, and the class that a client raises for it.
@@ -56,6 +57,7 @@ _BY_STATUS = {
     404: "not_found",
     405: "method_not_allowed",
     413: "body_too_large",
+    415: "unsupported_media_type",
     503: "shut",
 }
 
@@ -142,12 +144,9 @@ def install(
             error.live_version = live_version()
         return problem(error)
 
-    async def invalid(request: Request, error: Exception) -> Response:
+    async def invalid(_request: Request, error: Exception) -> Response:
         details = error.errors() if isinstance(error, RequestValidationError) else []
         lines = [f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in details]
-        if request.method == "POST" and "json" not in request.headers.get("content-type", ""):
-            # Not read as JSON on purpose: a page in a browser can send any other type to a loopback port.
-            lines.insert(0, "the body needs the header Content-Type: application/json")
         failures = [Failure("bad_request", line[:500]) for line in lines[:20]] or [Failure("bad_request", "unreadable")]
         return problem(Rejected(*failures, live_version=live_version()))
 
@@ -180,7 +179,7 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        headers = authorization(scope)
+        headers = scope["headers"]
         error = self._access.refuses(scope["path"], headers)
         if error is None and scope["type"] == "http":
             if not self._access.tells_all(scope["path"], headers):
@@ -190,11 +189,6 @@ class Guard:
             await problem(error or Rejected(Failure("not_found", "no such route")))(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
-
-
-def authorization(scope: Scope) -> list[bytes]:
-    """Every `Authorization` value of a request."""
-    return [value for name, value in scope["headers"] if name == b"authorization"]
 
 
 def terse(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,7 +235,10 @@ class _Terse:
 
 
 class BodyLimit:
-    """Reads the body, bounded in size and time, before the app runs; a length that is not told is counted."""
+    """Reads the body, bounded in size and time, before the app runs; a length that is not told is counted.
+
+    A body has to call itself JSON: a page in a browser can send any other type to any server without asking first.
+    """
 
     def __init__(self, app: ASGIApp, max_body: int, body_limits: Mapping[str, int]) -> None:
         self._app, self._max, self._limits = app, max_body, body_limits
@@ -258,7 +255,10 @@ class BodyLimit:
         except _BadBody as bad:
             await problem(Rejected(Failure(bad.code, bad.message)))(scope, receive, send)
             return
-        if body is not None:
+        if body and not _is_json(scope):
+            failure = Failure("unsupported_media_type", "the body is not said to be JSON", hint=_JSON_HINT)
+            await problem(Rejected(failure))(scope, receive, send)
+        elif body is not None:
             await self._app(scope, replay_body(body, receive), send)
 
     async def _body(self, scope: Scope, receive: Receive, limit: int) -> bytes | None:
@@ -281,6 +281,12 @@ class BodyLimit:
                         return b"".join(parts)
         except TimeoutError:
             raise _BadBody("bad_request", f"the body did not arrive within {BODY_DEADLINE_S:g} s") from None
+
+
+def _is_json(scope: Scope) -> bool:
+    kinds = [value for name, value in scope["headers"] if name == b"content-type"]
+    kind = kinds[0].partition(b";")[0].strip().lower() if len(kinds) == 1 else b""
+    return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
 
 
 class _BadBody(Exception):

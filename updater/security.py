@@ -12,7 +12,7 @@ import hmac
 import ipaddress
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -21,6 +21,9 @@ from updater.core.errors import Failure, Unauthorized
 
 ADMIN_ENV = "LIVEWEIGHTS_ADMIN_TOKEN"
 INFERENCE_ENV = "LIVEWEIGHTS_INFERENCE_TOKEN"
+#: As ASGI has them.
+Headers = Iterable[tuple[bytes, bytes]]
+_FOREIGN_HINT = f"call it as 127.0.0.1 or localhost, or set {ADMIN_ENV} and show that token"
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 MIN_TOKEN = 8
 
@@ -139,16 +142,21 @@ def check_bind(host: str, tokens: Tokens) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The rule, applied to one request. Paths are compared whole: whatever is not listed is closed (B156)."""
+    """The rule, applied to one request. Paths are compared whole: whatever is not listed is closed (B156).
+
+    `headers`: all of a request, names in small letters.
+    """
 
     tokens: Tokens
     inference_paths: frozenset[str]
     keys: FrontKeys = field(default_factory=FrontKeys)
 
-    def refuses(self, path: str, headers: Sequence[bytes]) -> Unauthorized | None:
-        """`headers`: every `Authorization` value of the request. None: go on."""
-        if not self.tokens.configured or path in OPEN_PATHS:
+    def refuses(self, path: str, headers: Headers) -> Unauthorized | None:
+        """None: go on."""
+        if path in OPEN_PATHS:
             return None
+        if not self.tokens.configured:
+            return _foreign(headers)
         given = _bearer(headers)
         # Every configured token is compared, in constant time, before anything is decided.
         admin = _same(given, self.tokens.admin)
@@ -160,18 +168,44 @@ class Access:
             return Unauthorized(Failure("forbidden", "this token opens inference routes only"))
         return Unauthorized(Failure("unauthorized", "a bearer token is needed"))
 
-    def tells_all(self, path: str, headers: Sequence[bytes]) -> bool:
+    def tells_all(self, path: str, headers: Headers) -> bool:
         """Whether the texts of errors are for this caller: they name addresses, files and machines. Others are told
         the code alone, so that a port cannot be asked about through us."""
+        if not self.tokens.configured:
+            return _foreign(headers) is None
         given = _bearer(headers)
-        return not self.tokens.configured or _same(given, self.tokens.admin) or self.keys.open(path, given)
+        return _same(given, self.tokens.admin) or self.keys.open(path, given)
 
 
-def _bearer(headers: Sequence[bytes]) -> bytes:
-    if len(headers) != 1:
+def _values(headers: Headers, wanted: bytes) -> list[bytes]:
+    return [value for name, value in headers if name == wanted]
+
+
+def _bearer(headers: Headers) -> bytes:
+    values = _values(headers, b"authorization")
+    if len(values) != 1:
         return b""
-    scheme, _, token = headers[0].partition(b" ")
+    scheme, _, token = values[0].partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _foreign(headers: Headers) -> Unauthorized | None:
+    """Where no token is configured only this machine can call, and a browser on it calls for any page. Such a call has
+    the page's `Origin`, or a `Host` that was made to lead here (DNS rebinding). Without a token the server is bound to
+    loopback, so nobody else has a reason to use another name."""
+    hosts = [b"//" + value for value in _values(headers, b"host")]
+    for value in (*hosts, *_values(headers, b"origin")):
+        if not is_loopback(_host(value)):
+            name = value.decode("latin-1").removeprefix("//")[:100]
+            return Unauthorized(Failure("forbidden", f"{name!r} is no name of this machine", hint=_FOREIGN_HINT))
+    return None
+
+
+def _host(url: bytes) -> str:
+    try:
+        return urlsplit(url.decode("latin-1")).hostname or ""
+    except ValueError:
+        return ""
 
 
 def _same(given: bytes, token: str) -> bool:

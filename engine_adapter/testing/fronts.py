@@ -91,7 +91,8 @@ class HandCoordinator:
         return replace(Fence(STANDALONE, self.epoch, serial, attempt, self.replica.incarnation), **changes)
 
     async def call(self, verb: str, request: Any) -> Any:
-        response = await self.client.post(f"/participant/v1/{verb}", content=wire.encode(request))
+        headers = {"Content-Type": "application/json"}
+        response = await self.client.post(f"/participant/v1/{verb}", content=wire.encode(request), headers=headers)
         if response.status_code != 200:
             raise http.error_of(response.status_code, response.json())
         return wire.decode(MESSAGES[verb][1], response.content)

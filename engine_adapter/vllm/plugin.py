@@ -23,7 +23,7 @@ from engine_adapter.vllm.replica import VllmReplica
 from engine_adapter.vllm.settings import PREFIX
 from engine_adapter.vllm.traffic.middleware import VersionMiddleware
 from updater.core.errors import LiveweightsError
-from updater.http import MEDIA_TYPE, BodyLimit, authorization, problem, terse
+from updater.http import MEDIA_TYPE, BodyLimit, problem, terse
 from updater.security import Access, FrontKeys, Tokens
 
 
@@ -108,7 +108,7 @@ class LiveweightsPlugin:
         except LiveweightsError as error:
             error.live_version = error.live_version or face.live_version
             answer = problem(error)
-        whole = self._access().tells_all(request.url.path, authorization(request.scope))
+        whole = self._access().tells_all(request.url.path, request.scope["headers"])
         if answer.media_type == MEDIA_TYPE and not whole:
             document = terse(json.loads(bytes(answer.body)))
             return JSONResponse(document, answer.status_code, media_type=MEDIA_TYPE)
@@ -116,7 +116,7 @@ class LiveweightsPlugin:
 
     def _check_token(self, request: Request) -> None:
         """vLLM's API keys open what lies below /v1, and nothing here."""
-        error = self._access().refuses(request.url.path, authorization(request.scope))
+        error = self._access().refuses(request.url.path, request.scope["headers"])
         if error is not None:
             raise error
 

@@ -18,6 +18,8 @@ from updater.manifest import Manifest, TensorEntry
 from updater.testing.fronts import SimulatedFront, digest_of, settle
 from updater.testing.service import DEADLINES, LocalService
 
+JSON = {"content-type": "application/json"}
+
 Scenario = Callable[[LocalService], Awaitable[None]]
 
 
@@ -680,11 +682,11 @@ def test_manifests_go_by_digest(tmp_path: Path) -> None:
     async def scenario(service: LocalService) -> None:
         (front,) = await service.join("one")
         text = manifest.to_json()
-        put = await service.http.put(f"/v1/manifests/{manifest.digest}", content=text)
+        put = await service.http.put(f"/v1/manifests/{manifest.digest}", content=text, headers=JSON)
         assert put.status_code == 201
-        wrong = await service.http.put(f"/v1/manifests/{'0' * 64}", content=text)
+        wrong = await service.http.put(f"/v1/manifests/{'0' * 64}", content=text, headers=JSON)
         assert (wrong.status_code, code(wrong)) == (422, "manifest_mismatch")
-        broken = await service.http.put(f"/v1/manifests/{manifest.digest}", content="{")
+        broken = await service.http.put(f"/v1/manifests/{manifest.digest}", content="{", headers=JSON)
         assert (broken.status_code, code(broken)) == (422, "manifest_invalid")
         assert (await service.get(f"/v1/manifests/{manifest.digest}")).text == text
         assert (await service.get(f"/v1/manifests/{'0' * 64}")).status_code == 404

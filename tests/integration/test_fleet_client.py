@@ -34,7 +34,7 @@ def client(wire: Wire, front: SimulatedFront) -> FleetClient:
     def mine() -> str:
         return front.state.incarnation
 
-    return FleetClient("http://coordinator.test", front.replica, front.url, mine, transport=wire)
+    return FleetClient("http://127.0.0.1", front.replica, front.url, mine, transport=wire)
 
 
 def run(folder: Path, scenario: Callable[[LocalService, Wire], Awaitable[None]]) -> None:

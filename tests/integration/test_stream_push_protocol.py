@@ -20,6 +20,8 @@ from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, settle
 from updater.testing.service import LocalService
 from updater.wire import build
 
+JSON = {"content-type": "application/json"}
+
 DIGEST, OTHER = "0" * 16, "1" * 16
 DEADLINES = Deadlines(shutdown_s=1.0, recover_s=1.0, status_s=1.0, retry_first_s=0.01)
 
@@ -248,7 +250,7 @@ def test_a_seal_may_be_as_large_as_a_manifest(tmp_path: Path) -> None:
     async def story(streams: Streams) -> None:
         promised = build(Manifest, manifest(200))
         path = f"/v1/manifests/{promised.digest}"
-        assert (await streams.service.http.put(path, content=promised.to_json())).status_code == 201
+        assert (await streams.service.http.put(path, content=promised.to_json(), headers=JSON)).status_code == 201
         await streams.begin(8, manifest=promised.digest)
         sealed = await streams.verb("seal", {"digests": {entry.name: DIGEST for entry in promised.tensors}})
         assert sealed.status_code == 200

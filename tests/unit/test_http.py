@@ -66,7 +66,7 @@ def ask(
         transport = httpx.ASGITransport(app(tokens or Tokens()), raise_app_exceptions=False)
         if token:
             headers["authorization"] = f"Bearer {token}"
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             return await client.request(method, path, content=content, headers=headers)  # type: ignore[arg-type]
 
     return asyncio.run(run())
@@ -123,7 +123,7 @@ def test_without_a_token_loopback_is_open() -> None:
 def test_two_authorization_headers_are_none() -> None:
     async def run() -> int:
         transport = httpx.ASGITransport(app(BOTH))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             headers = [("authorization", f"Bearer {ADMIN}"), ("authorization", f"Bearer {ADMIN}")]
             return (await client.get("/v1/open", headers=headers)).status_code
 
@@ -180,7 +180,7 @@ def test_a_body_of_untold_length_is_counted() -> None:
             taken.append(number)
             yield b" " * 50
 
-    answer = ask("POST", "/v1/echo", content=endless())
+    answer = ask("POST", "/v1/echo", content=endless(), **{"content-type": "application/json"})
     assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
     assert len(taken) < 10
 
@@ -190,7 +190,7 @@ def test_deep_nesting_is_refused_and_the_app_lives() -> None:
 
     async def run() -> tuple[int, int]:
         transport = httpx.ASGITransport(app(Tokens(), max_body=20 << 20), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             deep = await client.post(
                 "/v1/echo", content=b"[" * (10 << 20), headers={"content-type": "application/json"}
             )
@@ -201,9 +201,10 @@ def test_deep_nesting_is_refused_and_the_app_lives() -> None:
 
 
 def test_limits_by_prefix() -> None:
-    assert ask("POST", "/v1/big/thing", content=b" " * 900).status_code == 404
-    assert ask("POST", "/v1/big/thing", content=b" " * 1100).status_code == 413
-    assert ask("POST", "/v1/small", content=b" " * 900).status_code == 413
+    told = {"content-type": "application/json"}
+    assert ask("POST", "/v1/big/thing", content=b" " * 900, **told).status_code == 404
+    assert ask("POST", "/v1/big/thing", content=b" " * 1100, **told).status_code == 413
+    assert ask("POST", "/v1/small", content=b" " * 900, **told).status_code == 413
 
 
 def test_a_wrong_method_is_a_document() -> None:
@@ -291,3 +292,65 @@ def test_a_document_of_another_release_is_grouped_by_the_reader() -> None:
         error = http.error_of(409, document)
         assert [(group.code, group.count) for group in error.groups] == [("busy", 2)]
         assert error.retryable
+
+
+LOCAL = ("127.0.0.1:8700", "localhost", "LOCALHOST:1", "[::1]:8700", "127.8.8.8")
+ELSEWHERE = ("evil.example", "evil.example:8700", "127.0.0.1.evil.example", "0.0.0.0:8700", "192.168.1.1", "[::2]", "")
+
+
+@pytest.mark.case("F41")
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({"host": name}, 200) for name in LOCAL]
+    + [({"host": name}, 403) for name in ELSEWHERE]
+    + [({"origin": f"http://{name}"}, 200) for name in LOCAL]
+    + [({"origin": origin}, 403) for origin in ("http://evil.example", "null", "https://localhost.evil.example", "x")],
+)
+def test_without_a_token_a_page_from_elsewhere_is_refused(headers: dict[str, str], status: int) -> None:
+    """By the name that it was called by (DNS rebinding), and by the page that calls."""
+    answer = ask("GET", "/v1/open", **headers)
+    assert answer.status_code == status
+    if status == 403:
+        assert answer.json()["code"] == "forbidden"
+        assert ADMIN_ENV in answer.json()["failures"][0]["hint"]
+        assert ask("GET", "/healthz", **headers).status_code == 200
+        # With a token it is the token that decides.
+        assert ask("GET", "/v1/open", tokens=BOTH, token=INFERENCE, **headers).status_code == 200
+
+
+@pytest.mark.case("F41")
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("application/json", 200),
+        ("Application/JSON; charset=utf-8", 200),
+        ("application/merge-patch+json", 200),
+        ("text/plain", 415),
+        ("text/plain; application/json", 415),
+        ("text/json", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("json", 415),
+        ("", 415),
+        (None, 415),
+    ],
+)
+def test_a_body_has_to_call_itself_json(kind: str | None, status: int) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    answer = ask("POST", "/v1/echo", content=b'{"number": 1}', **headers)
+    assert answer.status_code == status
+    if status == 415:
+        assert answer.json()["code"] == "unsupported_media_type"
+        assert "application/json" in answer.json()["failures"][0]["hint"]
+
+
+@pytest.mark.case("F41")
+def test_two_content_types_are_none_and_no_body_needs_none() -> None:
+    async def run() -> int:
+        transport = httpx.ASGITransport(app(Tokens()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            headers = [("content-type", "application/json"), ("content-type", "text/plain")]
+            return (await client.post("/v1/echo", content=b'{"number": 1}', headers=headers)).status_code
+
+    assert asyncio.run(run()) == 415
+    assert ask("POST", "/v1/fails/known").status_code == 405

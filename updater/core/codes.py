@@ -28,7 +28,11 @@ TABLE: dict[str, Code] = {
     "unauthorized": Code(
         401, "No token, or a wrong one.", hint="set LIVEWEIGHTS_ADMIN_TOKEN, or send Authorization: Bearer TOKEN"
     ),
-    "forbidden": Code(403, "The token does not open this route.", hint="use the admin token"),
+    "forbidden": Code(
+        403,
+        "The token does not open this route; or, where none is configured, a page or a name of elsewhere called.",
+        hint="use the admin token",
+    ),
     "address_refused": Code(
         403,
         "The coordinator does not speak to a replica at this address.",
@@ -38,6 +42,9 @@ TABLE: dict[str, Code] = {
     "method_not_allowed": Code(405, "The route exists, with another method."),
     "body_too_large": Code(
         413, "The body is larger than the route takes.", hint="upload a large manifest to /v1/manifests/SHA256 first"
+    ),
+    "unsupported_media_type": Code(
+        415, "The body is not said to be JSON.", hint="pass the header Content-Type: application/json"
     ),
     "id_reused": Code(
         422, "An update of this id exists, with another body.", hint="leave the id out, or choose one that is not used"

@@ -59,7 +59,7 @@ class LocalService:
         token = self.settings.tokens.admin
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(create_app(self.coordinator), raise_app_exceptions=False),
-            base_url="http://coordinator.test",
+            base_url="http://127.0.0.1",
             headers={"Authorization": f"Bearer {token}"} if token else {},
         )
 

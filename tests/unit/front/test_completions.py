@@ -21,6 +21,8 @@ from updater.core.errors import Failure
 from updater.core.policy import InFlight
 from updater.security import Tokens
 
+JSON = {"content-type": "application/json"}
+
 Scene = Callable[[httpx.AsyncClient, HandEngine, Gate], Awaitable[None]]
 
 
@@ -39,7 +41,7 @@ def play(model: Path, scene: Scene, *, limits: Limits | None = None, tokens: Tok
         gate = engine.gate = Gate(engine, limits)
         app = make_app(ReplicaFace("r0", gate), gate, ModelText.load(model, "tiny"), tokens or Tokens())
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             async with asyncio.timeout(120):
                 await scene(client, engine, gate)
 
@@ -219,9 +221,9 @@ def test_the_scopes_open_what_is_theirs(model: Path) -> None:
 @pytest.mark.parametrize("body", [b"{", b"[]", b'{"fence": 1}', b"\x80\x04K\x01."])
 def test_an_unreadable_participant_message_is_a_bad_request(model: Path, body: bytes) -> None:
     async def scene(client: httpx.AsyncClient, engine: HandEngine, gate: Gate) -> None:
-        response = await client.post("/participant/v1/install", content=body)
+        response = await client.post("/participant/v1/install", content=body, headers=JSON)
         assert (response.status_code, response.json()["code"]) == (400, "bad_request")
-        assert (await client.post("/participant/v1/explode", content=b"{}")).status_code == 404
+        assert (await client.post("/participant/v1/explode", json={})).status_code == 404
 
     play(model, scene)
 

@@ -40,7 +40,7 @@ def run(folder: Path, scenario: Scenario) -> None:
             (front,) = await service.join("one")
             front.hold["stage"] = asyncio.Event()
             app = httpx.ASGITransport(create_app(service.coordinator), raise_app_exceptions=False)
-            client = AsyncClient("http://coordinator.test", "", transport=app)
+            client = AsyncClient("http://127.0.0.1", "", transport=app)
             try:
                 await scenario(service, client)
             finally:

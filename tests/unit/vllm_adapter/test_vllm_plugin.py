@@ -62,3 +62,14 @@ def test_why_it_is_not_ready_is_for_the_admin_scope() -> None:
         ask(app, "/readyz", token, method="GET").json()["failures"][0]["message"] for token in ("", INFERENCE, ADMIN)
     ]
     assert [bool(text) for text in texts] == [False, False, True]
+
+
+@pytest.mark.case("F41")
+def test_pages_from_elsewhere_reach_no_route_of_ours() -> None:
+    app = plugin(Tokens())
+    release = f"{PREFIX}/replica/v1/release"
+    plain = {"content-type": "text/plain"}
+    assert ask(app, release, json={"to": "live"}).status_code == 503
+    assert ask(app, release, content=b'{"to": "live"}', headers=plain).status_code == 415
+    assert ask(app, release, json={"to": "live"}, headers={"origin": "http://evil.example"}).status_code == 403
+    assert ask(app, f"{PREFIX}/version", method="GET", headers={"host": "evil.example:8000"}).status_code == 403
