@@ -221,20 +221,29 @@ def watch(
     ] = None,
     every: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end as a push would.")] = False,
+    new_run: Annotated[bool, typer.Option("--new-run", help="Open the next run with what changed last.")] = False,
     in_flight: Annotated[InFlight, typer.Option(help="What happens to running requests.")] = InFlight.DRAIN,
     require_digests: Annotated[bool, typer.Option(help="Refuse a checkpoint without a manifest of digests.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Publish every new complete checkpoint of a folder: run-step, step-N, checkpoint-N; the newest first."""
+    """Publish every new complete checkpoint of a folder: run-step, step-N, checkpoint-N; the newest first.
+
+    With --once the exit code is 0 if one was published or nothing newer is there, and 1 if what is newer is not whole.
+    """
+    from updater.cli import views
     from updater.cli import watch as watching
 
     policy = {"in_flight": in_flight.value, "require_digests": require_digests}
     with _errors(as_json), _client(url) as client:
-        look = watching.Watch(directory, client, marker=marker, settle_s=settle, policy=policy)
+        look = watching.Watch(
+            directory, client, marker=marker, settle_s=settle, policy=policy, new_run=new_run, told=views.passed_over
+        )
         if not once:
             watching.run(look, every, as_json=as_json)
-        elif (receipt := look.once()) is not None:
+        elif (receipt := watching.look_once(look, settle)) is not None:
             _finish(receipt, as_json)
+        elif look.left or look.waiting:
+            raise typer.Exit(Exit.REFUSED)
 
 
 @app.command()

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -95,6 +96,11 @@ def finished(one: Receipt, *, as_json: bool) -> None:
         print_json(one.model_dump(mode="json"))
     else:
         receipt(one)
+
+
+def passed_over(folder: Path, why: str) -> None:
+    """A checkpoint that is there and is not published."""
+    err.print(f"{escape(folder.name)}: {escape(why)}", soft_wrap=True, highlight=False)
 
 
 def breakdown(one: Receipt) -> str:

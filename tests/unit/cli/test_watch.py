@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import save_file
 from torch import ones
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from trainer_side.client import Client
 from trainer_side.testing import FakeCoordinator
@@ -20,6 +22,7 @@ from updater.cli.watch import Watch, found_in
 from updater.core.errors import Failure, LiveweightsError, Rejected
 from updater.http import problem_body
 from updater.manifest import FILE_NAME
+from updater.schemas import Receipt
 
 
 @pytest.fixture
@@ -125,6 +128,98 @@ def test_without_markers_only_what_is_whole_and_at_rest_counts(coordinator: Fake
         assert watch.once() is None
         now[0] += 1.0
         assert watch.once() is not None
+
+
+def look(coordinator: FakeCoordinator, folder: Path, *options: str) -> Result:
+    arguments = ["watch", str(folder), "--once", "--url", coordinator.url, *options]
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+@pytest.mark.case("F23")
+def test_a_folder_at_rest_is_published_by_one_look(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    checkpoint(tmp_path, "step-7", marker="")
+    assert look(coordinator, tmp_path, "--settle", "0.1").exit_code == Exit.OK
+    assert pushed(coordinator) == [("step-7", "0-7")]
+
+
+@pytest.mark.case("F23")
+def test_what_is_whole_is_published_and_what_is_passed_over_is_named_once(
+    coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    checkpoint(tmp_path, "step-7", marker="")
+    short = checkpoint(tmp_path, "step-8", marker="") / "model.safetensors"
+    short.write_bytes(short.read_bytes()[:-4])
+    (checkpoint(tmp_path, "step-9", marker="") / "adapter_config.json").write_text("{}")
+    now, passed = [100.0], []
+    with Client(coordinator.url, "") as client:
+        watch = Watch(
+            tmp_path, client, settle_s=1.0, told=lambda path, why: passed.append(path.name), clock=lambda: now[0]
+        )
+        assert watch.once() is None
+        assert watch.waiting
+        now[0] += 1.0
+        assert watch.once() is not None
+        assert watch.once() is not None  # this coordinator's live version does not move
+    assert pushed(coordinator) == [("step-7", "0-7")] * 2
+    assert sorted(passed) == ["step-8", "step-9"]
+
+
+@pytest.mark.case("F23")
+@pytest.mark.parametrize("spoilt", ["truncated", "adapter", "unmarked"])
+def test_a_look_that_takes_nothing_of_what_is_newer_says_so(
+    coordinator: FakeCoordinator, tmp_path: Path, spoilt: str
+) -> None:
+    path = checkpoint(tmp_path, "step-7", marker="")
+    if spoilt == "truncated":
+        file = path / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-4])
+    elif spoilt == "adapter":
+        (path / "adapter_config.json").write_text("{}")
+    ran = look(coordinator, tmp_path, *(() if spoilt == "unmarked" else ("--settle", "0.05")))
+    assert ran.exit_code == Exit.REFUSED
+    assert "step-7" in ran.stderr
+    assert coordinator.bodies == []
+
+
+@pytest.mark.case("F23")
+def test_a_refused_one_leaves_the_place_to_an_older_one(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    class Judge(Client):
+        def update(self, body: Mapping[str, Any], *, timeout_s: float = 1.0) -> Receipt:
+            if body["version"] == "0-8":
+                raise Rejected(Failure("file_truncated", "short"))
+            return super().update(body, timeout_s=timeout_s)
+
+    checkpoint(tmp_path, "step-7")
+    checkpoint(tmp_path, "step-8")
+    passed: list[str] = []
+    with Judge(coordinator.url, "") as client:
+        assert Watch(tmp_path, client, told=lambda path, why: passed.append(path.name)).once() is not None
+    assert pushed(coordinator) == [("step-7", "0-7")]
+    assert passed == ["step-8"]
+
+
+@pytest.mark.case("F23")
+def test_a_run_that_began_again_is_named_and_new_run_publishes_it(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    old, new = checkpoint(tmp_path, "step-90"), checkpoint(tmp_path, "step-5")
+    for path, seconds in ((old, 1_000), (new, 2_000)):
+        for file in path.iterdir():
+            os.utime(file, (seconds, seconds))
+    coordinator.live = "3-90"
+    ran = look(coordinator, tmp_path)
+    assert ran.exit_code == Exit.OK
+    assert "step-5" in ran.stderr
+    assert "--new-run" in ran.stderr
+    with Client(coordinator.url, "") as client:
+        watch = Watch(tmp_path, client, new_run=True)
+        assert watch.once() is not None
+        coordinator.live = "4-5"
+        assert watch.once() is None  # step-90 is of the old run
+        checkpoint(tmp_path, "step-6")
+        assert watch.once() is not None
+    assert [(body["version"], body["policy"].get("new_run", False)) for body in coordinator.bodies] == [
+        (5, True),
+        ("4-6", False),
+    ]
 
 
 def test_the_command_looks_once_and_says_how_it_ended(coordinator: FakeCoordinator, tmp_path: Path) -> None:
