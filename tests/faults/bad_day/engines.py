@@ -1,0 +1,81 @@
+"""What a fleet of the driver serves, and what every version of it must say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from updater.demo.clients import Expected
+
+COUNT = 6  # checkpoints; versions go through them in turn, so that neighbours differ
+_FIRST_SEED = 7
+
+
+@dataclass(frozen=True)
+class Said:
+    """What plain generation says: tokens, and per token how far the top logit is above the second."""
+
+    tokens: tuple[int, ...]
+    margins: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Stand:
+    """`expected`: per checkpoint, per prompt. `margin`: from a smaller one on, a reply is not compared.
+
+    `options`: of the engine.
+    """
+
+    engine: str
+    checkpoints: tuple[Path, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    expected: tuple[tuple[Expected, ...], ...]
+    max_tokens: int
+    margin: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def make_stand(engine: str, folder: Path) -> Stand:
+    torch.set_num_threads(1)
+    made = {"toy": _toy, "embedded": _embedded}[engine](folder)
+    from transports.manifests import write_manifest
+
+    for checkpoint in made.checkpoints:
+        write_manifest(str(checkpoint), lambda _bytes: None)
+    return made
+
+
+def _toy(folder: Path) -> Stand:
+    from engine_adapter.testing.checkpoint import make_toy_checkpoint
+    from engine_adapter.testing.reference import MARGIN, Reference
+
+    checkpoints = tuple(make_toy_checkpoint(folder / f"c{i}", seed=_FIRST_SEED + i) for i in range(COUNT))
+    prompts = tuple((5, 6, 7, 8, 9, 10, ending) for ending in range(20, 25))
+    count = 12
+
+    def said(reference: Reference, prompt: Sequence[int]) -> Said:
+        tokens, margins = list[int](), list[float]()
+        for _ in range(count):
+            best = reference.logits([*prompt, *tokens]).topk(2)
+            tokens.append(int(best.indices[0]))
+            margins.append(float(best.values[0] - best.values[1]))
+        return Said(tuple(tokens), tuple(margins))
+
+    references = [Reference.load(checkpoint) for checkpoint in checkpoints]
+    expected = tuple(tuple(said(reference, prompt) for prompt in prompts) for reference in references)
+    return Stand("toy", checkpoints, prompts, expected, count, MARGIN, {"step_ms": 8.0})
+
+
+def _embedded(folder: Path) -> Stand:
+    from engine_adapter.models import make_versions, reference_tokens
+
+    checkpoints = make_versions(folder, COUNT, seed=_FIRST_SEED)
+    prefix = "The lighthouse keeper wrote down every ship that passed: "
+    prompts = tuple(tuple((prefix + ending).encode()) for ending in ("the brig", "the sloop at dawn", "nothing today"))
+    count = 16
+    expected = tuple(tuple(reference_tokens(c, prompt, count) for prompt in prompts) for c in checkpoints)
+    return Stand("transformers", checkpoints, prompts, expected, count, 1.0)
