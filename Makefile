@@ -5,7 +5,8 @@
 #   make test    check + engine tests + slow tests + coverage of the core + wheel smoke test + vllm
 #   make vllm    tests against stock vLLM, CPU build, in an environment of its own; skipped where there is no such build
 #   make bench   the benchmarks (writes bench-report.json)
-#   make soak    property tests with new examples, SOAK times (default 20); every model against vLLM in both dtypes
+#   make soak    property tests with new examples, SOAK times (default 20); bad days with new seeds on all engines; every
+#                model against vLLM in both dtypes
 #
 # torch: constraints.txt pins the plain release. Where pip takes it from the default index this is the CUDA build, several
 # gigabytes with its libraries; on a machine without a GPU install the CPU build of the same version into .venv first
@@ -103,8 +104,12 @@ SOAK ?= 20
 soak: $(STAMP)
 	set -e; for round in $$(seq $(SOAK)); do \
 	    LIVEWEIGHTS_EXAMPLES=soak $(PYTEST) tests/property tests/unit/placement -q -n 2; done
+	for engine in toy embedded; do \
+	    $(BIN)/python -m tests.faults.bad_day --engine $$engine --seed $$(date +%s) --rounds $$((3 * $(SOAK))) \
+	        --longest 30 || exit 1; done
 	@if $(MAKE) --no-print-directory $(VLLM_STAMP) > /dev/null 2>&1; then \
-	    LIVEWEIGHTS_EXAMPLES=soak $(VLLM_PYTHON) -m pytest -m vllm tests/vllm_server/test_models.py -q; \
+	    LIVEWEIGHTS_EXAMPLES=soak $(VLLM_PYTHON) -m pytest -m vllm tests/vllm_server/test_models.py -q && \
+	    $(VLLM_PYTHON) -m tests.faults.bad_day --engine vllm --seed $$(date +%s) --rounds $(SOAK) --longest 30; \
 	else echo "no vLLM here: its models are left out"; fi
 
 bench: $(STAMP)

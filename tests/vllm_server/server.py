@@ -55,7 +55,7 @@ class Starts:
 
 #: `make soak` starts more of them than `make test` has the time for.
 SOAKING = os.environ.get("LIVEWEIGHTS_EXAMPLES") == "soak"
-STARTS = Starts(budget=60 if SOAKING else 14)
+STARTS = Starts(budget=60 if SOAKING else 16)
 
 
 class StartFailed(Exception):
@@ -173,8 +173,8 @@ def serve(
     began = time.monotonic()
     with reserved_port() as port:
         url = f"http://127.0.0.1:{port}"
-        command = [*_command(model, port, ranks, dtype, eager), *arguments]
-        told = _environment(ranks, environment or {}) | _named_vllm(log.parent)
+        command = [*command_of(model, port, ranks, dtype, eager), *arguments]
+        told = environment_of(ranks, environment or {}, log.parent)
         with running(command, log, told) as process:
             with httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False) as client:
                 wait_ready(process, client, ready, log)
@@ -261,7 +261,13 @@ def _wait_gone(group: int, seconds: float) -> list[tuple[int, str]]:
         time.sleep(_POLL_S)
 
 
-def _command(model: Path, port: int, ranks: int, dtype: str, eager: bool) -> list[str]:
+def environment_of(ranks: int, changes: Mapping[str, str | None], home: Path) -> dict[str, str]:
+    """Of a server of so many ranks. `home`: a folder that lives as long as it."""
+    return _environment(ranks, changes) | _named_vllm(home)
+
+
+def command_of(model: Path, port: int, ranks: int, dtype: str, eager: bool = True) -> list[str]:
+    """`vllm serve` on a port of loopback."""
     command = [str(_COMMAND), "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--tensor-parallel-size", str(ranks), "--dtype", dtype]
     command += ["--kv-cache-memory-bytes", str(_KV_CACHE_BYTES), "--max-model-len", "512", "--max-num-seqs", "8"]

@@ -209,3 +209,7 @@ def restart_on_another_checkpoint(scene: Scene) -> None:
     scene.fleet.fronts[name].kill()
     others = [path for path in scene.fleet.stand.checkpoints if path != scene.path]
     scene.fleet.start_front(name, scene.random.choice(others))
+
+
+#: Those after which no replica has to be started again, which takes a vLLM the better part of a minute.
+QUICK = tuple(name for name in ACTIONS if name not in ("kill_front", "kill_rank", "restart_on_another_checkpoint"))

@@ -13,6 +13,7 @@ from updater.demo.clients import Expected
 
 COUNT = 6  # checkpoints; versions go through them in turn, so that neighbours differ
 _FIRST_SEED = 7
+NAME = "served"  # of a vLLM's model, whatever folder it started on
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Said:
 class Stand:
     """`expected`: per checkpoint, per prompt. `margin`: from a smaller one on, a reply is not compared.
 
-    `options`: of the engine.
+    `options`: of the engine. `asking`: what a request needs beside prompt and length. `below`: where the participant
+    contract lies on the engine's own server.
     """
 
     engine: str
@@ -37,11 +39,17 @@ class Stand:
     max_tokens: int
     margin: float
     options: Mapping[str, Any] = field(default_factory=dict)
+    asking: Mapping[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
+    below: str = ""
+
+    @property
+    def is_vllm(self) -> bool:
+        return self.engine == "vllm"
 
 
 def make_stand(engine: str, folder: Path) -> Stand:
     torch.set_num_threads(1)
-    made = {"toy": _toy, "embedded": _embedded}[engine](folder)
+    made = {"toy": _toy, "embedded": _embedded, "vllm": _vllm}[engine](folder)
     from transports.manifests import write_manifest
 
     for checkpoint in made.checkpoints:
@@ -79,3 +87,28 @@ def _embedded(folder: Path) -> Stand:
     count = 16
     expected = tuple(tuple(reference_tokens(c, prompt, count) for prompt in prompts) for c in checkpoints)
     return Stand("transformers", checkpoints, prompts, expected, count, 1.0)
+
+
+def _vllm(folder: Path) -> Stand:
+    """Needs an environment that has vLLM."""
+    from engine_adapter.models import encode, reference_tokens
+    from engine_adapter.vllm.settings import PREFIX
+    from tests.vllm_server.models import PROMPTS, make_checkpoint
+
+    checkpoints = tuple(make_checkpoint(folder / f"v{i}", "llama", seed=_FIRST_SEED + i) for i in range(3))
+    prompts = tuple(tuple(encode(prompt)) for prompt in PROMPTS)
+    count = 16
+    expected = tuple(tuple(reference_tokens(c, prompt, count) for prompt in prompts) for c in checkpoints)
+    asking = {"ignore_eos": True, "temperature": 0, "return_token_ids": True, "model": NAME}
+    return Stand("vllm", checkpoints, prompts, expected, count, 1.0, asking=asking, below=PREFIX)
+
+
+def vllm_server(
+    model: Path, ranks: int, port: int, told: Mapping[str, str], home: Path
+) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of a stock vLLM that joins a fleet. `told`: variables of ours."""
+    from tests.vllm_server.server import command_of, environment_of
+
+    command = command_of(model, port, ranks, "bfloat16")
+    command += ["--worker-extension-cls", "engine_adapter.vllm.worker.LiveweightsWorker", "--served-model-name", NAME]
+    return command, environment_of(ranks, {"VLLM_PLUGINS": "liveweights", **told}, home)

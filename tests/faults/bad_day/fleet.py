@@ -20,16 +20,15 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.faults.bad_day.engines import Stand
+from tests.faults.bad_day.engines import Stand, vllm_server
 from tests.faults.bad_day.relay import Network
 from tests.standing import stand_still
 from updater.demo.processes import free_port
 
 RANKS = {"pair": 2, "single": 1}
 MARK = "BAD_DAY"  # in the environment of every process of one fleet, and of what these start
-START_S = 90.0  # only a hang reaches it
+START_S, VLLM_START_S = 90.0, 400.0  # only a hang reaches it
 _ASK_S = 3.0
-_RANK = "engine_adapter.rank.main"
 
 
 class NotStarted(AssertionError):
@@ -104,6 +103,7 @@ class Fleet:
         self.network.link("trainer", ("127.0.0.1", self.port))
         self.network.link("ranks", ("127.0.0.1", self.sender_port), "127.0.0.2", self.sender_port)
         self.client = httpx.Client(timeout=_ASK_S, trust_env=False)
+        self._groups: set[int] = set()
         self.coordinator: Life | None = None
         self.extra: list[Life] = []  # further coordinators
 
@@ -113,7 +113,8 @@ class Fleet:
         self.start_coordinator()
         for name in RANKS:
             self.start_front(name)
-        self.until(lambda: all(self.is_open(name) for name in RANKS), "both replicas serve", START_S)
+        start_s = VLLM_START_S if self.stand.is_vllm else START_S
+        self.until(lambda: all(self.is_open(name) for name in RANKS), "both replicas serve", start_s)
 
     def start_coordinator(self) -> None:
         told = {"state": str(self.home / "state"), "roots": [str(self.home)], "port": self.port}
@@ -123,6 +124,9 @@ class Fleet:
     def start_front(self, name: str, model: Path | None = None) -> None:
         """On the checkpoint it started on before, if no other one is named. Does not wait."""
         model = self.models[name] = model or self.models.get(name, self.stand.checkpoints[0])
+        if self.stand.is_vllm:
+            self.fronts[name] = self._start_vllm(name, model)
+            return
         told = {
             "model": str(model),
             "tp": RANKS[name],
@@ -136,26 +140,46 @@ class Fleet:
         }
         self.fronts[name] = self.run(name, "front", told)
 
+    def _start_vllm(self, name: str, model: Path) -> Life:
+        told = {
+            **self._marks(),
+            "LIVEWEIGHTS_COORDINATOR": self.network.links[f"from {name}"].url,
+            "LIVEWEIGHTS_URL": self.network.links[f"to {name}"].url,
+            "LIVEWEIGHTS_REPLICA": name,
+            "LIVEWEIGHTS_ROOTS": str(self.home),
+            "LIVEWEIGHTS_WAIT_S": "10",
+        }
+        command, environment = vllm_server(model, RANKS[name], self.ports[name], told, self.home)
+        return self._run(name, command, environment)
+
     def run(self, name: str, kind: str, told: Mapping[str, Any]) -> Life:
+        """A process of `programs`."""
+        command = [sys.executable, "-m", "tests.faults.bad_day.programs", kind, json.dumps(told)]
+        return self._run(name, command, self.environment())
+
+    def _run(self, name: str, command: list[str], environment: Mapping[str, str]) -> Life:
         """Its output comes through a pipe: a limit on the sizes of its files is not one on its log."""
         log = self.home / "logs" / f"{name}.log"
-        command = [sys.executable, "-m", "tests.faults.bad_day.programs", kind, json.dumps(told)]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=self.environment(),
+            env=environment,
             start_new_session=True,
         )
         reader = threading.Thread(target=_copy, args=(process, log), name=f"log of {name}", daemon=True)
         reader.start()
+        self._groups.add(process.pid)
         return Life(name, process, log, _reader=reader)
 
     def environment(self) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("LIVEWEIGHTS_")}
-        ours = {MARK: self.token, "TMPDIR": str(self.home / "tmp"), "OMP_NUM_THREADS": "1"}
-        return kept | ours | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        ours = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        return kept | self._marks() | ours
+
+    def _marks(self) -> dict[str, str]:
+        return {MARK: self.token, "TMPDIR": str(self.home / "tmp")}
 
     def close(self) -> list[str]:
         """Ask all to end, fronts first. Returns what was left of them, which is gone then too."""
@@ -186,13 +210,17 @@ class Fleet:
     # ----- looking
 
     def processes(self) -> list[psutil.Process]:
-        """All that carry the mark of this fleet, this process apart."""
+        """All that carry the mark of this fleet, or are in a group of its processes: one that gives itself a title may
+        have written over its environment."""
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.token:
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.status() != psutil.STATUS_ZOMBIE and self._is_ours(process):
                     found.append(process)
         return found
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        return os.getpgid(process.pid) in self._groups or process.environ().get(MARK) == self.token
 
     def ranks(self, name: str) -> list[psutil.Process]:
         life = self.fronts.get(name)
@@ -200,7 +228,7 @@ class Fleet:
             return []
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(life.pid).children(recursive=True)
-            return [child for child in children if _RANK in child.cmdline()]
+            return [child for child in children if _is_rank(child.cmdline())]
         return []
 
     def get(self, route: str) -> Any:
@@ -209,7 +237,7 @@ class Fleet:
 
     def status(self, name: str) -> Any:
         """The front's own status, or None."""
-        return self._ask(f"{self.url(name)}/participant/v1/status", {})
+        return self._ask(f"{self.url(name)}{self.stand.below}/participant/v1/status", {})
 
     def url(self, name: str) -> str:
         """Of the front itself, where clients ask."""
@@ -260,6 +288,11 @@ def running_fleet(home: Path, stand: Stand) -> Iterator[Fleet]:
         yield fleet
     finally:
         fleet.close()
+
+
+def _is_rank(command: list[str]) -> bool:
+    """Of ours, or of vLLM's workers, which give themselves a title."""
+    return "engine_adapter.rank.main" in command or any(part.startswith("VLLM::Worker") for part in command)
 
 
 def _copy(process: subprocess.Popen[bytes], log: Path) -> None:

@@ -30,12 +30,15 @@ class Heard:
 
 
 class Load:
-    """`urls`: replica -> where its clients ask. Runs on a thread of its own from `start` to `stop`."""
+    """`urls`: replica -> where its clients ask. `asking`: what each request says beside its prompt.
+
+    Runs on a thread of its own from `start` to `stop`.
+    """
 
     def __init__(
-        self, urls: Mapping[str, str], prompts: Sequence[Sequence[int]], max_tokens: int, clients: int = 2
+        self, urls: Mapping[str, str], prompts: Sequence[Sequence[int]], asking: Mapping[str, Any], clients: int = 2
     ) -> None:
-        self._urls, self._prompts, self._max_tokens, self._clients = urls, prompts, max_tokens, clients
+        self._urls, self._prompts, self._asking, self._clients = urls, prompts, asking, clients
         self._lock = threading.Lock()
         self._heard: list[Heard] = []
         self.turned_away: Counter[str] = Counter()
@@ -87,12 +90,7 @@ class Load:
                 await asyncio.sleep(_BETWEEN_S if served else _TURNED_AWAY_S)
 
     async def _ask(self, http: httpx.AsyncClient, replica: str, prompt: int) -> bool:
-        body = {
-            "prompt": list(self._prompts[prompt]),
-            "max_tokens": self._max_tokens,
-            "stream": True,
-            "ignore_eos": True,
-        }
+        body = {**self._asking, "prompt": list(self._prompts[prompt]), "stream": True}
         chunks: list[dict[str, Any]] = []
         try:
             async with http.stream("POST", "/v1/completions", json=body) as response:
@@ -106,17 +104,21 @@ class Load:
                         chunks.append(json.loads(data))
         except (httpx.HTTPError, ValueError) as error:
             self.turned_away[type(error).__name__] += 1
-        if chunks:
-            heard = heard_of(replica, prompt, chunks)
+        heard = heard_of(replica, prompt, chunks)
+        if heard is not None:
             with self._lock:
                 self._heard.append(heard)
-        return bool(chunks)
+        return heard is not None
 
 
-def heard_of(replica: str, prompt: int, chunks: Sequence[Mapping[str, Any]]) -> Heard:
-    """What the events of one stream amount to. One that ended in an error is judged like one that was cut short."""
+def heard_of(replica: str, prompt: int, events: Sequence[Mapping[str, Any]]) -> Heard | None:
+    """What the events of one stream amount to, if to anything. One that ended in an error is judged like one that was
+    cut short."""
+    chunks = [event for event in events if event.get("choices")]
+    if not chunks:
+        return None
     last = chunks[-1]
-    tokens = tuple(token for chunk in chunks for token in chunk["choices"][0]["token_ids"])
+    tokens = tuple(token for chunk in chunks for token in chunk["choices"][0].get("token_ids") or ())
     told = last.get("liveweights")
     if not isinstance(told, dict):
         return Heard(Reply(replica, prompt, tokens, "", (), "abort"), "", named=False)

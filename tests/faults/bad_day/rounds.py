@@ -269,7 +269,8 @@ class Driver:
                 return view
             for name, state in states.items():
                 if state == "quarantined" and told.get(name) != state:
-                    httpx.post(f"{self.fleet.url(name)}/replica/v1/readmit", json={}, timeout=30.0, trust_env=False)
+                    url = f"{self.fleet.url(name)}{self.stand.below}/replica/v1/readmit"
+                    httpx.post(url, json={}, timeout=30.0, trust_env=False)
                     operator["readmit"] += 1
                     say(f"{name} was readmitted")
                 elif state == "broken" and told.get(name) != state:
@@ -344,7 +345,8 @@ def running_driver(
         shutil.copytree(checkpoint, kept(checkpoint))
     with running_fleet(home, stand) as fleet:
         trainers = Trainers(fleet)
-        load = Load({name: fleet.url(name) for name in RANKS}, stand.prompts, stand.max_tokens)
+        asking = {**stand.asking, "max_tokens": stand.max_tokens}
+        load = Load({name: fleet.url(name) for name in RANKS}, stand.prompts, asking)
         try:
             driver = Driver(fleet, stand, trainers, load, Leftovers(fleet), tuple(names), longest_s)
             load.start()
