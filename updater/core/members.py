@@ -134,7 +134,9 @@ def broken(state: FleetState, replica: str, failure: Failure) -> Moved:
 
 
 def seen(state: FleetState, event: Seen) -> Moved:
-    """A status poll. A late one may be old news, so it clears silence only where nothing is owed."""
+    """A status poll. A late one may be old news, so it clears silence only where nothing is owed, and what it says of an
+    installation is not heard of a member that has acknowledged the end of it since.
+    """
     member, status = state.member(event.replica), event.status
     if member is None or member.incarnation != status.incarnation:
         return state, ()
@@ -145,7 +147,7 @@ def seen(state: FleetState, event: Seen) -> Moved:
         return state, ()
     if member.owed is not None:
         return state, (member.owed,)  # it is reachable: ask again, also if it refused before
-    if status.state in _INSTALLED:
+    if status.state in _INSTALLED and member.standing is not Standing.OK:
         return _take_back(state, member)
     if member.standing is Standing.LOST or (member.standing is Standing.JOINING and _serves_live(state, status)):
         return _back(state, member, status)

@@ -323,6 +323,8 @@ def test_a_lost_joiner_goes_on_joining(sim: Simulation) -> None:
 
 
 def test_an_installed_member_that_nobody_published_to_is_taken_back(sim: Simulation) -> None:
+    """One that was out of reach: of one that acknowledged every end it would be old news."""
+    sim.do_lost("b")
     poll(sim, "b", state=FrontState.INSTALLED)
     assert isinstance(sim.outbox["b"], Send)
     assert sim.outbox["b"].verb == "restore"

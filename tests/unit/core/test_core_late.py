@@ -70,6 +70,19 @@ def test_a_record_counts_only_where_it_was_asked_for(sim: Simulation) -> None:
     assert not ignored(sim, Recorded(RecordKind.DECIDED, serial, 1))
 
 
+@pytest.mark.parametrize("phase", [FrontState.INSTALLING, FrontState.INSTALLED, FrontState.INVALIDATED])
+def test_a_status_of_the_last_installation_that_arrives_after_its_end_changes_nothing(
+    sim: Simulation, phase: FrontState
+) -> None:
+    """It was asked for before the replica reopened. Taken for news, the member was called lost for a moment, and an
+    update in that moment was refused."""
+    sim.begin("u", 0)
+    sim.settle()
+    assert state(sim).phase is Phase.IDLE
+    assert ignored(sim, seen(sim, "a", state=phase))
+    assert state(sim).members[0].standing is Standing.OK
+
+
 def test_the_record_of_the_start_is_awaited_before_anything_begins() -> None:
     sim = Simulation()
     sim.start_replica("a")
