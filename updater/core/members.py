@@ -134,8 +134,8 @@ def broken(state: FleetState, replica: str, failure: Failure) -> Moved:
 
 
 def seen(state: FleetState, event: Seen) -> Moved:
-    """A status poll. A late one may be old news, so it clears silence only where nothing is owed, and what it says of an
-    installation is not heard of a member that has acknowledged the end of it since.
+    """A status poll. A late one may be old news: it clears silence only where nothing is owed, and says nothing of an
+    installation whose end the member has acknowledged.
     """
     member, status = state.member(event.replica), event.status
     if member is None or member.incarnation != status.incarnation:

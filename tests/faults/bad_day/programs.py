@@ -38,7 +38,7 @@ def coordinator(told: Mapping[str, Any]) -> None:
         invalidate_s=VERB_S,
         restore_s=VERB_S,
         resume_s=VERB_S,
-        discard_s=VERB_S,
+        discard_s=1.0,  # what a dead replica costs every round
         join_s=VERB_S,
         shutdown_s=VERB_S,
         status_s=1.0,
