@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -20,12 +21,13 @@ import ray
 
 from updater import in_process
 from updater.coordinator.coordinator import Coordinator
-from updater.core.errors import Failure
+from updater.coordinator.state_folder import StateFolder
+from updater.core.errors import Failure, refuse
 from updater.in_process import LoopThread
 from updater.ray_calls import COORDINATOR, NAMESPACE, Address, Handle
 from updater.ray_participant import participants
 from updater.service.app import create_app
-from updater.settings import Settings
+from updater.settings import STATE_ENV, Settings
 
 CONTROL, PATIENT = "control", "patient"
 #: Calls at once: those that answer at once, and those that wait for an update to end.
@@ -45,8 +47,11 @@ class CoordinatorActor:
     actor for good: Ray restarts what crashed, never what gave up.
     """
 
-    def __init__(self, settings: Settings, address: str) -> None:
+    def __init__(self, settings: Settings, address: str, take_over: bool = False) -> None:
         self._address, self._ending = address, False
+        # Ray begins the next life of one actor only when the one before is given up: what it left may be frozen.
+        again = ray.get_runtime_context().was_current_actor_reconstructed
+        self._folder = StateFolder.open(settings, take_over=take_over or again)
         self._me = ray.get_runtime_context().current_actor
         self._loop = LoopThread("coordinator")
         self._coordinator = self._loop.submit(self._begin(settings)).result()
@@ -176,6 +181,7 @@ class CoordinatorActor:
         """Abort what is undecided, finish what is decided, close the journal. Then the actor may be killed."""
         self._ending = True
         await self._loop.run(self._coordinator.close())
+        self._folder.close()
 
 
 def start_coordinator(
@@ -184,15 +190,19 @@ def start_coordinator(
     name: str = COORDINATOR,
     namespace: str = NAMESPACE,
     max_restarts: int = -1,
+    take_over: bool = False,
     **options: Any,
 ) -> Handle:
-    """The handle of a new named actor. `settings.state`: the journal's folder, on a disk that outlives the process.
+    """The handle of a new named actor. `settings.state`: the journal's folder, on a disk that outlives the process
+    and that every node which may run the actor sees; there is no default. Raises `state_not_shared` without it.
+    `take_over`: also if a living coordinator has the folder; that one stops.
 
     `options`: Ray's own for an actor: `resources`, `scheduling_strategy`, `lifetime="detached"`. Calls that a crash
     interrupts are sent again by Ray to the restarted actor: every verb may be repeated (I7). A stream of events is
     not: half of one life and half of the next make no sense, and its reader asks for another. Raises ValueError if the
     name is taken.
     """
+    settings = _checked(settings)
     actor = ray.remote(**GROUPS)(CoordinatorActor).options(
         name=name,
         namespace=namespace,
@@ -200,7 +210,19 @@ def start_coordinator(
         max_task_retries=-1,
         **{"num_cpus": 0, **options},
     )
-    return actor.remote(settings, str(Address(name, namespace)))
+    return actor.remote(settings, str(Address(name, namespace)), take_over)
+
+
+def _checked(settings: Settings) -> Settings:
+    """With a folder that is the same one wherever Ray starts the actor."""
+    folder = settings.state_folder
+    if not settings.state_given or not folder.is_absolute():
+        raise refuse(
+            "state_not_shared",
+            f"the state folder {folder} is another one on every node and for every user",
+            hint=f"give Settings(state=...) or {STATE_ENV} an absolute folder on a disk that all nodes share",
+        )
+    return replace(settings, state=folder)
 
 
 def stop_coordinator(coordinator: Handle, timeout_s: float = 60.0) -> None:

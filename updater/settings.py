@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from urllib.parse import quote
 
 from updater.core.policy import Policy
 from updater.networks import Networks
@@ -13,9 +14,19 @@ from updater.security import ConfigurationError, Tokens, check_bind
 DEFAULT_PORT = 8700
 
 
-def default_state() -> Path:
-    """`$LIVEWEIGHTS_STATE`, else `.state/liveweights` where the command was started."""
-    return Path(os.environ.get("LIVEWEIGHTS_STATE", ".state/liveweights"))
+STATE_ENV = "LIVEWEIGHTS_STATE"
+#: Where 0.1.0 kept its journal by default, relative to where it was started.
+OLD_STATE = Path(".state/liveweights")
+
+
+def default_state(fleet: str = "default") -> Path:
+    """`$LIVEWEIGHTS_STATE`, else a folder of this user for this fleet, wherever the command was started."""
+    given = os.environ.get(STATE_ENV)
+    if given:
+        return Path(given).absolute()
+    base = os.environ.get("XDG_STATE_HOME", "")
+    home = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state"
+    return home / "liveweights" / quote(fleet, safe="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +52,14 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`roots`: folders under which a source must lie, links resolved. `port` 0: any free one.
+    """`state`: folder of the journal; None: `default_state`. `roots`: folders under which a source must lie, links
+    resolved. `port` 0: any free one.
 
     `allow_suspicious`: as in the policy of an update, for all updates of this fleet. `allow_networks`: CIDR networks
     that a replica may join from; empty: this machine if bound to loopback, else any.
     """
 
-    state: Path = field(default_factory=default_state)
+    state: Path | None = None
     fleet: str = "default"
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
@@ -65,6 +77,8 @@ class Settings:
     def __post_init__(self) -> None:
         check_bind(self.host, self.tokens)
         _ = self.networks  # raises for what is no network
+        if self.fleet in ("", ".", ".."):
+            raise ConfigurationError("fleet: a name is needed")
         if self.history < 1:
             raise ConfigurationError("history: at least one request has to be kept")
 
@@ -79,6 +93,16 @@ class Settings:
         return Networks.of(self.host, self.allow_networks)
 
     @property
+    def state_given(self) -> bool:
+        """Whether somebody chose the folder."""
+        return self.state is not None or bool(os.environ.get(STATE_ENV))
+
+    @property
+    def state_folder(self) -> Path:
+        """Of the journal and the manifests."""
+        return self.state if self.state is not None else default_state(self.fleet)
+
+    @property
     def allowed_roots(self) -> tuple[Path, ...]:
         """The configured roots, else the state folder's `checkpoints`. Resolved."""
-        return tuple(root.resolve() for root in (self.roots or (self.state / "checkpoints",)))
+        return tuple(root.resolve() for root in (self.roots or (self.state_folder / "checkpoints",)))

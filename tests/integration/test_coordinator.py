@@ -908,7 +908,7 @@ def test_a_journal_that_fails_stops_everything_at_once(tmp_path: Path) -> None:
         front.hold["pause"] = asyncio.Event()
         pushed = asyncio.create_task(service.push(7))
         await settle()
-        os.rename(service.settings.state / "journal.sqlite3", service.settings.state / "gone")
+        os.rename(service.settings.state_folder / "journal.sqlite3", service.settings.state_folder / "gone")
         service.coordinator._journal._db.execute("PRAGMA query_only = ON")
         front.hold["pause"].set()
         answer = await pushed
@@ -954,7 +954,7 @@ def test_manifest_text_is_kept_under_its_own_hash(tmp_path: Path) -> None:
     async def scenario(service: LocalService) -> None:
         await service.join("one")
         await service.push(7, manifest={"tensors": []})
-        for path in (service.settings.state / "manifests").iterdir():
+        for path in (service.settings.state_folder / "manifests").iterdir():
             assert hashlib.sha256(path.read_bytes()).hexdigest() == path.stem
 
     run(tmp_path, scenario)

@@ -101,7 +101,16 @@ def serve(
     host: Annotated[str, typer.Option(help="Other than loopback needs a token in the environment.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8700,
     root: Roots = None,
-    state: Annotated[Path | None, typer.Option(help="Folder of the journal and the manifests.")] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="LIVEWEIGHTS_STATE",
+            help="Folder of the journal and the manifests. Default: ~/.local/state/liveweights/FLEET.",
+        ),
+    ] = None,
+    take_over: Annotated[
+        bool, typer.Option(help="Also if a coordinator that lives or stands still has the state folder: it stops.")
+    ] = False,
     fleet: Annotated[str, typer.Option(help="Name of the fleet.")] = "default",
     allow_network: Annotated[
         list[str] | None,
@@ -114,17 +123,17 @@ def serve(
     with _errors(False):
         from updater.security import Tokens
         from updater.service.server import serve as run
-        from updater.settings import Settings, default_state
+        from updater.settings import Settings
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         logging.getLogger("httpx").setLevel(logging.WARNING)
         roots, tokens = tuple(root or ()), Tokens.from_env()
-        settings = Settings(state or default_state(), fleet, host, port, roots, tokens, history=history)
+        settings = Settings(state, fleet, host, port, roots, tokens, history=history)
         settings = replace(
             settings, allow_suspicious=tuple(allow_suspicious or ()), allow_networks=tuple(allow_network or ())
         )
         try:
-            run(settings)
+            run(settings, take_over=take_over)
         except OSError as error:
             raise Unavailable(Failure("unreachable", f"{host} port {port}: {error.strerror}")) from None
 

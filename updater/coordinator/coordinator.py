@@ -15,7 +15,7 @@ from collections.abc import Callable
 from updater.coordinator.clock import Clock, LoopClock
 from updater.coordinator.desk import Desk
 from updater.coordinator.joins import Joins, remembered
-from updater.coordinator.journal import Journal
+from updater.coordinator.journal import Journal, JournalFailed
 from updater.coordinator.machine import Machine
 from updater.coordinator.membership import Contact, Directory, Probe
 from updater.coordinator.metrics import Metrics
@@ -55,7 +55,7 @@ class Coordinator:
         deadlines, make = settings.deadlines, make or http_participants(settings)
         self.settings, self.metrics = settings, Metrics()
         self._clock, self._on_stop, self._make = clock or LoopClock(), on_stop, make
-        self._journal = journal or Journal(settings.state, settings.fleet)
+        self._journal = journal or Journal(settings.state_folder, settings.fleet)
         self._directory = Directory()
         self._machine = Machine(self._journal, self._clock, self)
         feed = self._machine.feed
@@ -68,6 +68,7 @@ class Coordinator:
             self._directory, self._clock, deadlines.status_s, self._participants, self.desk.progress
         )
         self._probing: asyncio.Task[None] | None = None
+        self._owning: asyncio.Task[None] | None = None
         self._recovered = False
         self._owner = secrets.token_hex(8)
 
@@ -75,11 +76,23 @@ class Coordinator:
 
     async def start(self) -> None:
         """Take the fleet over, recover, and begin to probe. Raises JournalFailed."""
+        if self._journal.new:
+            where, fleet = self.settings.state_folder, self.settings.fleet
+            _log.warning("a new journal in %s: fleet %r begins without history", where, fleet)
         recovery = Recovery(self._journal, self._directory, self._make, self.settings, self._clock)
         self._go_on(await recovery.run(self._owner))
         await self.probe.once()
         self._recovered = True
-        self._probing = asyncio.get_running_loop().create_task(self.probe.run())
+        loop = asyncio.get_running_loop()
+        self._probing = loop.create_task(self.probe.run())
+        self._owning = loop.create_task(self._watch_ownership())
+
+    async def _watch_ownership(self) -> None:
+        """Stop soon after another coordinator began on this journal, also if there is nothing to append."""
+        while self.stopped is None:
+            await self._clock.sleep(self.settings.deadlines.probe_every_s)
+            with contextlib.suppress(JournalFailed), self._machine.journaled():
+                self._journal.must_own()
 
     def _go_on(self, found: Found) -> None:
         if found.refusal is not None:
@@ -100,9 +113,8 @@ class Coordinator:
         """Wind down if that was not done, then leave nothing running."""
         await self.wind_down()
         self._staging.end()
-        if self._probing is not None:
-            self._probing.cancel()
-            await asyncio.gather(self._probing, return_exceptions=True)
+        ending = self._end_tasks()
+        await asyncio.gather(*ending, return_exceptions=True)
         self._machine.stop(Failure("shut", "the coordinator ended"))
         await self._outbox.close()
         await self._directory.close()
@@ -111,10 +123,15 @@ class Coordinator:
     def kill(self) -> None:
         """End at once, as a crash would: on a second signal. The next one recovers."""
         self._staging.end()
-        if self._probing is not None:
-            self._probing.cancel()
+        self._end_tasks()
         self._outbox.drop()
         self._machine.stop(Failure("shut", "killed"))
+
+    def _end_tasks(self) -> list[asyncio.Task[None]]:
+        tasks = [task for task in (self._probing, self._owning) if task is not None]
+        for task in tasks:
+            task.cancel()
+        return tasks
 
     def _abort_everything(self) -> None:
         """What is past its decision does not listen. The ones that wait go first, or they would begin."""

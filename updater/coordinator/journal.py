@@ -123,6 +123,11 @@ class Journal:
         self._make_room()
         return epoch
 
+    def must_own(self) -> None:
+        """Raises OwnershipLost if another coordinator has taken the fleet over."""
+        with self._guarded():
+            self._check_owner()
+
     # -- who the fleet is (I11)
 
     def identity(self) -> str:
@@ -310,15 +315,18 @@ class Journal:
         with self._guarded():
             self._db.execute("BEGIN IMMEDIATE")
             try:
-                row = self._db.execute("SELECT epoch, owner FROM ownership WHERE fleet = ?", (self._fleet,)).fetchone()
-                if self._owner is None or row != self._owner:
-                    raise OwnershipLost(f"the fleet belongs to epoch {row[0] if row else 0}")
+                self._check_owner()
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+
+    def _check_owner(self) -> None:
+        row = self._db.execute("SELECT epoch, owner FROM ownership WHERE fleet = ?", (self._fleet,)).fetchone()
+        if self._owner is None or row != self._owner:
+            raise OwnershipLost(f"another coordinator took this fleet over, with epoch {row[0] if row else 0}")
 
     def _read(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         with self._guarded():

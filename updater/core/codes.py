@@ -175,6 +175,21 @@ TABLE: dict[str, Code] = {
     "lease_expired": Code(409, "The client did not renew the update's lease.", retry=True, hint="raise lease_s"),
     "client_abort": Code(409, "A client ended the update.", retry=True),
     "coordinator_restarted": Code(503, "The coordinator was restarted before the update was decided.", retry=True),
+    "state_in_use": Code(
+        409,
+        "Another coordinator that lives, or stands still, has this state folder.",
+        hint="end that one first, or start with --take-over: it then stops, and this one goes on with the fleet",
+    ),
+    "state_not_shared": Code(
+        422,
+        "A coordinator that may be restarted on another node needs a state folder that all nodes share.",
+        hint="give Settings(state=...) an absolute folder on a shared disk",
+    ),
+    "state_ambiguous": Code(
+        409,
+        "The journal lies where an earlier release kept it, and this release would begin a new one elsewhere.",
+        hint="start with --state and the folder of the journal",
+    ),
     "journal_failed": Code(
         503, "The coordinator cannot write its journal, or does not own it any more.", retry=True, hint="see its log"
     ),

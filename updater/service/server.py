@@ -9,13 +9,14 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import uvicorn
 
 from updater.coordinator.coordinator import Coordinator
 from updater.coordinator.journal import Journal
+from updater.coordinator.state_folder import StateFolder
 from updater.core.errors import Failure
 from updater.service.app import create_app
 from updater.settings import Settings
@@ -74,14 +75,14 @@ def bind(settings: Settings) -> socket.socket:
     return listener
 
 
-def serve(settings: Settings, open_journal: Callable[[Path, str], Journal] = Journal) -> None:
+def serve(
+    settings: Settings, open_journal: Callable[[Path, str], Journal] = Journal, *, take_over: bool = False
+) -> None:
     """Run a coordinator until SIGINT or SIGTERM. Raises SystemExit(1) if it had to stop by itself, OSError if the
-    address is taken, JournalFailed if the state folder cannot be used."""
-    listener = bind(settings)
-    try:
+    address is taken, and LiveweightsError if the state folder cannot be used: a living coordinator has it (unless
+    `take_over`), or its journal is not for this release."""
+    with closing(bind(settings)) as listener, StateFolder.open(settings, take_over=take_over):
         stopped = asyncio.run(_serve(settings, listener, open_journal))
-    finally:
-        listener.close()
     if stopped is not None:
         raise SystemExit(1)
 
@@ -94,11 +95,13 @@ async def _serve(
     servers: list[_Server] = []
 
     def on_stop(failure: Failure) -> None:
+        if failure.code != "shut":
+            _log.error("the coordinator stops: %s", failure.message)
         reason.append(failure)
         for server in servers:
             server.should_exit = True
 
-    coordinator = Coordinator(settings, on_stop=on_stop, journal=open_journal(settings.state, settings.fleet))
+    coordinator = Coordinator(settings, on_stop=on_stop, journal=open_journal(settings.state_folder, settings.fleet))
     config = uvicorn.Config(
         create_app(coordinator),
         lifespan="off",

@@ -54,7 +54,7 @@ class LocalService:
             self.fleet.make,
             self.clock,
             self.stopped.append,
-            open_journal(self.settings.state, self.settings.fleet),
+            open_journal(self.settings.state_folder, self.settings.fleet),
         )
         token = self.settings.tokens.admin
         self.http = httpx.AsyncClient(
