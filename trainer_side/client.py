@@ -11,16 +11,19 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
+from pydantic import BaseModel, ValidationError
 
 from trainer_side import flows
 from trainer_side.flows import Answer, Call, Flow, NoAnswer, Wait
-from updater.core.errors import Failure, Unavailable
+from updater.core.errors import Failure, Unavailable, refuse
 from updater.core.version import Version
 from updater.schemas import FleetState, Receipt, UpdateState, VersionState
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 DEFAULT_URL = "http://127.0.0.1:8700"
 URL_ENV = "LIVEWEIGHTS_URL"
 TOKEN_ENV = "LIVEWEIGHTS_ADMIN_TOKEN"
@@ -29,6 +32,7 @@ EVENT_GAP_S = 60.0
 CONNECT_S = 5.0
 #: How long an update may take before a waiting client gives up; the update goes on.
 UPDATE_S = 1800.0
+_ADDRESS = "give the coordinator's address (--url, LIVEWEIGHTS_URL, or the argument url)"
 #: How the address of a coordinator begins that is a Ray actor.
 ACTOR = "ray://"
 
@@ -109,11 +113,11 @@ class Client:
 
     def update(self, body: Mapping[str, Any], *, timeout_s: float = UPDATE_S) -> Receipt:
         """Begin an update (the body of `POST /v1/updates`) and wait for the receipt of a committed one."""
-        return Receipt.model_validate(self.run(flows.begin(body, wait=True, timeout_s=timeout_s)))
+        return _as(Receipt, self.run(flows.begin(body, wait=True, timeout_s=timeout_s)))
 
     def begin(self, body: Mapping[str, Any]) -> UpdateState:
         """Begin an update and return while it runs."""
-        return UpdateState.model_validate(self.run(flows.begin(body, wait=False, timeout_s=flows.CALL_S)))
+        return _as(UpdateState, self.run(flows.begin(body, wait=False, timeout_s=flows.CALL_S)))
 
     def rollback(
         self,
@@ -129,15 +133,15 @@ class Client:
         """
         target, expected_live = self.run(_rollback_pair(target, expected_live))
         body = {"target": str(target), "expected_live": str(expected_live), **more}
-        return Receipt.model_validate(self.run(flows.rollback(body, wait=True, timeout_s=timeout_s)))
+        return _as(Receipt, self.run(flows.rollback(body, wait=True, timeout_s=timeout_s)))
 
     def version(self) -> VersionState:
         """What is live, since when, and what a rollback would bring back."""
-        return VersionState.model_validate(self.run(flows.get("/v1/version")))
+        return _as(VersionState, self.run(flows.get("/v1/version")))
 
     def fleet(self) -> FleetState:
         """Members and ranks."""
-        return FleetState.model_validate(self.run(flows.get("/v1/fleet")))
+        return _as(FleetState, self.run(flows.get("/v1/fleet")))
 
     def history(self, limit: int | None = None) -> list[Receipt]:
         """Past receipts, newest first."""
@@ -145,23 +149,23 @@ class Client:
 
     def status(self, update: str) -> UpdateState:
         """State and timings of one update."""
-        return UpdateState.model_validate(self.run(flows.get(flows.update_path(update))))
+        return _as(UpdateState, self.run(flows.get(flows.update_path(update))))
 
     def commit(self, update: str) -> UpdateState:
         """Let an update with `commit: manual` go on from READY."""
-        return UpdateState.model_validate(self.run(flows.verb(update, "commit")))
+        return _as(UpdateState, self.run(flows.verb(update, "commit")))
 
     def abort(self, update: str, failures: Iterable[Failure] = ()) -> UpdateState:
         """End an undecided update. `failures`: what made you, with codes of `updater.schemas.CAUSES`."""
-        return UpdateState.model_validate(self.run(flows.abort(update, failures)))
+        return _as(UpdateState, self.run(flows.abort(update, failures)))
 
     def renew(self, update: str) -> UpdateState:
         """The update is still wanted. Raises `lease_expired` or `wrong_phase` when it ended."""
-        return UpdateState.model_validate(self.run(flows.verb(update, "renew")))
+        return _as(UpdateState, self.run(flows.verb(update, "renew")))
 
     def seal(self, update: str, digests: Mapping[str, str] | None = None) -> UpdateState:
         """The stream is complete. `digests`: name -> 16 hex digits, of tensors that the manifest has none of."""
-        return UpdateState.model_validate(self.run(flows.seal(update, digests or {})))
+        return _as(UpdateState, self.run(flows.seal(update, digests or {})))
 
     def events(self, update: str, cut: Cut | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(name, data) as the coordinator tells them, until the update has ended.
@@ -178,7 +182,7 @@ class Client:
                 with cut.of(response):
                     yield from flows.events(response.iter_lines())
         except httpx.HTTPError as error:
-            raise _unreachable(error) from None
+            raise _unreachable(self._http, error) from None
 
     def close(self) -> None:
         self._http.close()
@@ -195,7 +199,7 @@ class Client:
         try:
             response = self._http.request(**_request(call))
         except httpx.HTTPError as error:
-            return NoAnswer(_reason(error), again=not isinstance(error, httpx.ReadTimeout))
+            return NoAnswer(_reason(self._http, error), again=not isinstance(error, httpx.ReadTimeout))
         return Answer(response.status_code, response.content)
 
 
@@ -228,11 +232,11 @@ class AsyncClient:
 
     async def update(self, body: Mapping[str, Any], *, timeout_s: float = UPDATE_S) -> Receipt:
         """Begin an update (the body of `POST /v1/updates`) and wait for the receipt of a committed one."""
-        return Receipt.model_validate(await self.run(flows.begin(body, wait=True, timeout_s=timeout_s)))
+        return _as(Receipt, await self.run(flows.begin(body, wait=True, timeout_s=timeout_s)))
 
     async def begin(self, body: Mapping[str, Any]) -> UpdateState:
         """Begin an update and return while it runs."""
-        return UpdateState.model_validate(await self.run(flows.begin(body, wait=False, timeout_s=flows.CALL_S)))
+        return _as(UpdateState, await self.run(flows.begin(body, wait=False, timeout_s=flows.CALL_S)))
 
     async def rollback(
         self,
@@ -244,31 +248,31 @@ class AsyncClient:
     ) -> Receipt:
         target, expected_live = await self.run(_rollback_pair(target, expected_live))
         body = {"target": str(target), "expected_live": str(expected_live), **more}
-        return Receipt.model_validate(await self.run(flows.rollback(body, wait=True, timeout_s=timeout_s)))
+        return _as(Receipt, await self.run(flows.rollback(body, wait=True, timeout_s=timeout_s)))
 
     async def version(self) -> VersionState:
-        return VersionState.model_validate(await self.run(flows.get("/v1/version")))
+        return _as(VersionState, await self.run(flows.get("/v1/version")))
 
     async def fleet(self) -> FleetState:
-        return FleetState.model_validate(await self.run(flows.get("/v1/fleet")))
+        return _as(FleetState, await self.run(flows.get("/v1/fleet")))
 
     async def history(self, limit: int | None = None) -> list[Receipt]:
         return _receipts(await self.run(flows.get("/v1/history", limit=limit)))
 
     async def status(self, update: str) -> UpdateState:
-        return UpdateState.model_validate(await self.run(flows.get(flows.update_path(update))))
+        return _as(UpdateState, await self.run(flows.get(flows.update_path(update))))
 
     async def commit(self, update: str) -> UpdateState:
-        return UpdateState.model_validate(await self.run(flows.verb(update, "commit")))
+        return _as(UpdateState, await self.run(flows.verb(update, "commit")))
 
     async def seal(self, update: str, digests: Mapping[str, str] | None = None) -> UpdateState:
-        return UpdateState.model_validate(await self.run(flows.seal(update, digests or {})))
+        return _as(UpdateState, await self.run(flows.seal(update, digests or {})))
 
     async def abort(self, update: str, failures: Iterable[Failure] = ()) -> UpdateState:
-        return UpdateState.model_validate(await self.run(flows.abort(update, failures)))
+        return _as(UpdateState, await self.run(flows.abort(update, failures)))
 
     async def renew(self, update: str) -> UpdateState:
-        return UpdateState.model_validate(await self.run(flows.verb(update, "renew")))
+        return _as(UpdateState, await self.run(flows.verb(update, "renew")))
 
     async def events(self, update: str) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
         path = f"{flows.update_path(update)}/events"
@@ -285,7 +289,7 @@ class AsyncClient:
                     if event is not None:
                         yield event
         except httpx.HTTPError as error:
-            raise _unreachable(error) from None
+            raise _unreachable(self._http, error) from None
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -302,7 +306,7 @@ class AsyncClient:
         try:
             response = await self._http.request(**_request(call))
         except httpx.HTTPError as error:
-            return NoAnswer(_reason(error), again=not isinstance(error, httpx.ReadTimeout))
+            return NoAnswer(_reason(self._http, error), again=not isinstance(error, httpx.ReadTimeout))
         return Answer(response.status_code, response.content)
 
 
@@ -316,14 +320,41 @@ def _rollback_pair(target: Version | str | None, expected_live: Version | str | 
 
 
 def _receipts(answer: Mapping[str, Any]) -> list[Receipt]:
-    return [Receipt.model_validate(receipt) for receipt in answer.get("receipts", ())]
+    return [_as(Receipt, receipt) for receipt in answer.get("receipts", ())]
 
 
 def _options(url: str | None, token: str | None) -> dict[str, Any]:
     token = default_token() if token is None else token
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     # The environment's proxies are for the internet, not for a fleet's own coordinator.
-    return {"base_url": url or default_url(), "headers": headers, "trust_env": False}
+    return {"base_url": address(url or default_url()), "headers": headers, "trust_env": False}
+
+
+def address(url: str) -> str:
+    """With `http://` before it where nothing is. Raises Rejected `bad_request` for what is no address."""
+    whole = url if "://" in url else f"http://{url}"
+    if whole.startswith(ACTOR):
+        return whole
+    try:
+        parts = urlsplit(whole)
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise refuse(
+            "bad_request", f"{url!r} is no address", hint="an address is http://HOST:PORT, or ray://NAME@NAMESPACE"
+        )
+    return whole
+
+
+def _as(kind: type[M], answer: Mapping[str, Any]) -> M:
+    """Raises Rejected `not_found` for what another server than a coordinator answers."""
+    try:
+        return kind.model_validate(answer)
+    except ValidationError:
+        replica = answer.get("replica")
+        what = f"the replica {replica!r}" if isinstance(replica, str) else "another server, or one of another release"
+        raise refuse("not_found", f"no coordinator answers at this address: it is {what}", hint=_ADDRESS) from None
 
 
 def _carried(options: dict[str, Any]) -> dict[str, Any]:
@@ -342,9 +373,9 @@ def _request(call: Call) -> dict[str, Any]:
     return request
 
 
-def _reason(error: httpx.HTTPError) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
+def _reason(http: httpx.Client | httpx.AsyncClient, error: httpx.HTTPError) -> str:
+    return f"{http.base_url}: {type(error).__name__}: {error}"[:500]
 
 
-def _unreachable(error: httpx.HTTPError) -> Unavailable:
-    return Unavailable(Failure("unreachable", _reason(error)))
+def _unreachable(http: httpx.Client | httpx.AsyncClient, error: httpx.HTTPError) -> Unavailable:
+    return Unavailable(Failure("unreachable", _reason(http, error), hint=flows.NOBODY))

@@ -22,6 +22,7 @@ T = TypeVar("T")
 #: Waits between two tries of a call that nothing answered, in seconds. Every call of ours may be repeated.
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 CALL_S = 30.0
+NOBODY = "is `liveweights serve` running, and is this its address (--url, LIVEWEIGHTS_URL)?"
 #: Characters of a manifest that may travel within a request; larger ones are uploaded first.
 INLINE_MANIFEST = 1 << 20
 
@@ -74,7 +75,7 @@ def ask(call: Call) -> Flow[Mapping[str, Any]]:
         if pause is None or (answer and not answer.again):
             break
         yield Wait(pause)
-    raise Unavailable(Failure("unreachable", f"{call.method} {call.path}: {reason}"))
+    raise Unavailable(Failure("unreachable", f"nobody answers {call.method} {call.path} at {reason}", hint=NOBODY))
 
 
 def begin(body: Mapping[str, Any], *, wait: bool, timeout_s: float) -> Flow[Mapping[str, Any]]:
@@ -127,7 +128,7 @@ def once(call: Call) -> Flow[Mapping[str, Any]]:
     """One try, for who comes back anyway. Raises Unavailable if nothing answered."""
     answer = yield call
     if not isinstance(answer, Answer):
-        raise Unavailable(Failure("unreachable", answer.reason if answer else "no answer"))
+        raise Unavailable(Failure("unreachable", answer.reason if answer else "no answer", hint=NOBODY))
     return read(answer)
 
 

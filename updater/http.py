@@ -50,6 +50,9 @@ _KINDS: dict[str, type[LiveweightsError]] = {
     "unauthorized": Unauthorized,
     "quarantined": Quarantined,
 }
+_OTHER_SERVER = (
+    "a coordinator has /v1/updates, /v1/fleet and /v1/history, a replica /v1/completions: is it the right address?"
+)
 _BY_STATUS = {
     400: "bad_request",
     401: "unauthorized",
@@ -154,7 +157,9 @@ def install(
         status = error.status_code if isinstance(error, HTTPException) else 500
         code = _BY_STATUS.get(status, "bad_request" if status < 500 else "internal")
         kind = Unavailable if status >= 500 else Rejected
-        return problem(kind(Failure(code, str(getattr(error, "detail", code))), live_version=live_version()))
+        hint = _OTHER_SERVER if code == "not_found" else ""
+        failure = Failure(code, str(getattr(error, "detail", code)), hint=hint)
+        return problem(kind(failure, live_version=live_version()))
 
     async def unexpected(_request: Request, error: Exception) -> Response:
         _log.error("unexpected error: %s", type(error).__name__)

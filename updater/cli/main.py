@@ -153,13 +153,14 @@ def engine(
     """Run one replica: a front and its ranks, with /v1/completions and the participant contract."""
     with _errors(False):
         from engine_adapter.replica import launch
+        from trainer_side.client import address
 
         settings = launch.settings(
             model=model,
             tp=tp,
             host=host,
             port=port,
-            coordinator=coordinator,
+            coordinator=address(coordinator) if coordinator else "",
             replica=replica,
             roots=tuple(root or ()),
             engine=kind,
@@ -339,10 +340,11 @@ def readmit(
     as_json: Json = False,
 ) -> None:
     """Take a quarantined replica back if all its ranks prove one version; it joins again."""
+    from trainer_side.client import address
     from updater.cli import replica
 
     with _errors(as_json):
-        replica.run(url, "readmit", {}, as_json=as_json)
+        replica.run(address(url), "readmit", {}, as_json=as_json)
 
 
 @app.command()
@@ -352,10 +354,11 @@ def release(
     as_json: Json = False,
 ) -> None:
     """Open a replica by hand that has installed and whose coordinator does not come back. Recorded in its status."""
+    from trainer_side.client import address
     from updater.cli import replica
 
     with _errors(as_json):
-        replica.run(url, "release", {"to": to.value}, as_json=as_json)
+        replica.run(address(url), "release", {"to": to.value}, as_json=as_json)
 
 
 @app.command()

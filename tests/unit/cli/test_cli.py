@@ -114,13 +114,17 @@ def test_wrong_usage_is_two(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).exit_code == Exit.USAGE
 
 
+@pytest.mark.case("F30")
 def test_nobody_there_is_three(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flows, "BACKOFF_S", ())
     with FakeCoordinator().serving() as gone:
         url = gone.url
     ran = run("status", "--url", url, "--json")
     assert ran.exit_code == Exit.UNAVAILABLE
-    assert json.loads(ran.stdout)["code"] == "unreachable"
+    document = json.loads(ran.stdout)
+    assert document["code"] == "unreachable"
+    assert url in document["detail"]
+    assert "liveweights serve" in document["hint"]
 
 
 def test_a_public_bind_without_a_token_is_wrong_usage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,3 +180,34 @@ def test_a_manual_commit_needs_no_curl(coordinator: FakeCoordinator, verb: str) 
     assert ran.exit_code == 0
     assert coordinator.paths == [f"/v1/updates/mine/{verb}"]
     assert "mine" in ran.stdout
+
+
+@pytest.mark.case("F30")
+def test_an_address_needs_no_scheme(coordinator: FakeCoordinator) -> None:
+    assert run("status", "--url", coordinator.url.removeprefix("http://")).exit_code == Exit.OK
+
+
+@pytest.mark.case("F30")
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1:8700", "http://", "http://127.0.0.1:port", "http://[::1"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    ran = run("status", "--url", url, "--json")
+    assert ran.exit_code == Exit.REFUSED
+    document = json.loads(ran.stdout)
+    assert document["code"] == "bad_request"
+    assert "http://" in document["hint"]
+
+
+@pytest.mark.case("F30")
+@pytest.mark.parametrize("answer", [{"version": "0-1", "digest": "d", "state": "open", "replica": "one"}, {"hello": 1}])
+def test_the_address_of_another_server_is_named_as_such(coordinator: FakeCoordinator, answer: dict[str, Any]) -> None:
+    class Other(FakeCoordinator):
+        def answer(self, method: str, path: str, query: str) -> tuple[int, dict[str, Any]]:
+            return 200, answer
+
+    with Other().serving() as other:
+        ran = run("status", "--url", other.url, "--json")
+    assert ran.exit_code == Exit.REFUSED
+    document = json.loads(ran.stdout)
+    assert document["code"] == "not_found"
+    assert "--url" in document["hint"]
+    assert ("'one'" in document["detail"]) is ("replica" in answer)
