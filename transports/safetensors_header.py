@@ -71,6 +71,8 @@ def _raw_header(fd: int, file: str) -> tuple[bytes, int]:
 
 def check_header(raw: bytes, size: int, file: str) -> Header:
     """`raw`: the header's JSON; `size`: bytes of the whole file. Pure. Raises Rejected with every fault."""
+    if PREFIX + len(raw) > size:
+        raise refuse("file_truncated", f"a header of {len(raw)} bytes in a file of {size}", file=file)
     entries = _entries(raw, file)
     metadata, faults = _metadata(entries.pop("__metadata__", {}), file)
     base = PREFIX + len(raw)

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +64,7 @@ class RankPool:
         self._on_death = on_death
         self._ranks: list[_Rank] = []
         self._stopping = False
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._rendezvous: int | None = None  # descriptor of the file where ranks meet
 
     @property
     def size(self) -> int:
@@ -82,8 +81,9 @@ class RankPool:
 
     async def start(self) -> tuple[Hello, ...]:
         """Start every rank and load the model. Raises Aborted, and has then stopped what it started."""
-        self._folder = tempfile.TemporaryDirectory(prefix="liveweights-ranks-")
-        rendezvous = str(Path(self._folder.name) / "rendezvous")
+        # In memory, and reached through this process: however it ends, nothing is left on a disk.
+        self._rendezvous = os.memfd_create("liveweights-rendezvous")
+        rendezvous = f"/proc/{os.getpid()}/fd/{self._rendezvous}"
         settings = self.settings
         try:
             for rank in range(settings.size):
@@ -131,9 +131,9 @@ class RankPool:
                 rank.reader.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await rank.reader
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        if self._rendezvous is not None:
+            os.close(self._rendezvous)
+            self._rendezvous = None
 
     async def _spawn(self, number: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

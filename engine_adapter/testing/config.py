@@ -77,7 +77,8 @@ class ToyOptions:
     alternate in the fused parameter. `kernel`: `none`, `swap` (the halves of every down projection are stored
     swapped: a kernel layout reached by placement) or `packed` (a transposed copy, rebuilt after every install).
     `head32`: logits are made by a float32 copy of the head, also rebuilt. `namespaced`: cache keys carry version
-    and digest. `step_ms`: how long a step takes at least. `pace`: the FIFO that steps wait for, see `pace.py`.
+    and digest. `context`: tokens that a prompt may have.
+    `step_ms`: how long a step takes at least. `pace`: the FIFO that steps wait for, see `pace.py`.
     `fault`: see `faults.py`; `skip_target`, `as_rank`,
     `cache_refuses`, `cache_lies`: defects for tests, each with -1 or "" for none; the first two begin with
     placement number `defect_from` (1 is the replay at the join). `rot`: after every install by `flip`, a bit of
@@ -86,6 +87,7 @@ class ToyOptions:
 
     block_size: int = 4
     blocks: int = 64
+    context: int = 2048
     max_running: int = 16
     pad_vocab: int = 64
     expert_parallel: bool = False

@@ -40,6 +40,7 @@ from engine_adapter.testing.pace import Pace
 from engine_adapter.testing.placement import toy_placement
 from engine_adapter.testing.scheduler import Scheduler
 from engine_adapter.testing.slicer import expected_parameters
+from updater.core.errors import refuse
 from updater.core.policy import CachePolicy, Capabilities, InFlight
 from updater.manifest import TensorSpec
 
@@ -146,7 +147,10 @@ class ToyEngine:
     def submit(self, request: GenerateRequest) -> None:
         with self._faults.around("submit"):
             if not request.prompt or any(not 0 <= token < self.config.vocab_size for token in request.prompt):
-                raise ValueError("a prompt is one or more token ids of the vocabulary")
+                raise refuse("bad_request", "a prompt is one or more token ids of the vocabulary")
+            if len(request.prompt) > self.options.context:
+                # Scores of a forward pass take the square of this in memory.
+                raise refuse("bad_request", f"a prompt has at most {self.options.context} tokens")
             self._inbox.append(("new", request))
             self._gate.wake()
 

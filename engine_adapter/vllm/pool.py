@@ -14,10 +14,8 @@ import os
 import secrets
 import socket
 import struct
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from engine_adapter.base import EngineSpec
@@ -33,7 +31,6 @@ from updater.core.policy import CachePolicy
 
 _FACTORY = "engine_adapter.vllm.engine:VllmRankEngine"
 _HELLO_S = 30.0
-_LONGEST_FOLDER = 64
 
 
 class AttachedPool:
@@ -83,24 +80,24 @@ class AttachedPool:
             else:
                 arrived.put_nowait((attach, FrontChannel(reader, writer)))
 
-        # Only its owner may enter the folder.
-        with tempfile.TemporaryDirectory(prefix="liveweights-vllm-", dir=_folder_of_sockets()) as folder:
-            address = str(Path(folder) / "ranks.sock")
-            server = await asyncio.start_unix_server(greet, address)
-            try:
-                await self._control.attach(address, token, deadline_s)
-                async with asyncio.timeout(_HELLO_S):
-                    while len(found) < self._size:
-                        found.append(await arrived.get())
-                return _lines(found)
-            except TimeoutError:
-                await _part(found, arrived)
-                raise Aborted(Failure("rank_failed", "not every worker connected to the front")) from None
-            except BaseException:
-                await _part(found, arrived)
-                raise
-            finally:
-                server.close()
+        # An abstract address: no file, so none is left by a process that is killed here. Who comes is asked for the
+        # token and looked at by the kernel's word on who it is.
+        address = f"\0liveweights-{secrets.token_hex(16)}"
+        server = await asyncio.start_unix_server(greet, address)
+        try:
+            await self._control.attach(address, token, deadline_s)
+            async with asyncio.timeout(_HELLO_S):
+                while len(found) < self._size:
+                    found.append(await arrived.get())
+            return _lines(found)
+        except TimeoutError:
+            await _part(found, arrived)
+            raise Aborted(Failure("rank_failed", "not every worker connected to the front")) from None
+        except BaseException:
+            await _part(found, arrived)
+            raise
+        finally:
+            server.close()
 
     async def call(self, verb: str, request: Any, *, deadline_s: float) -> list[Any]:
         """See `RankCalls.call`; verbs about the engine as a whole take the engine client's part with them."""
@@ -164,11 +161,6 @@ class AttachedPool:
         failure = Failure("rank_died", why, rank=line.rank)
         if line.die(failure) and not self._stopping:
             self._on_death(failure)
-
-
-def _folder_of_sockets() -> str | None:
-    """The usual place of temporary files, unless its path alone nearly fills the 108 bytes of a socket's address."""
-    return None if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_FOLDER else "/tmp"
 
 
 def _lines(found: list[tuple[Attach, FrontChannel]]) -> list[RankLine]:

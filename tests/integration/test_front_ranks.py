@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine_adapter.base import TokenEvent
+from engine_adapter.base import GenerateRequest, TokenEvent
 from engine_adapter.rank.messages import RankPause, RankStage, RankStatus
 from engine_adapter.replica.ranks import PoolSettings, RankPool
 from engine_adapter.testing import make_toy_checkpoint
@@ -85,6 +85,18 @@ def test_a_killed_rank_is_known_by_its_process_and_fails_every_call(model: Path)
     with_pool(model, scene)
 
 
+@pytest.mark.case("F43")
+def test_a_prompt_that_no_memory_holds_is_refused_and_the_rank_lives(model: Path) -> None:
+    async def scene(pool: RankPool, heard: Heard) -> None:
+        for number, prompt in enumerate(((1,) * 100_000, (), (10_000_000,))):
+            (failure,) = await refused(pool.tell_first("submit", GenerateRequest(f"r{number}", prompt, 1)))
+            assert failure.code == "bad_request"
+        assert len(await pool.call("status", RankStatus(), deadline_s=60.0)) == 2
+        assert heard.deaths == []
+
+    with_pool(model, scene)
+
+
 def test_a_rank_that_hangs_costs_its_deadline_and_no_more(model: Path) -> None:
     async def scene(pool: RankPool, heard: Heard) -> None:
         # Long enough for rank 0 to answer on a machine that has something else to do.
@@ -133,10 +145,12 @@ asyncio.run(main())
 """
 
 
-def test_ranks_do_not_outlive_a_front_that_was_killed(model: Path) -> None:
-    """Rank 0 stands idle, rank 1 hangs in a pause and would never look at its channel again."""
+@pytest.mark.case("F44")
+def test_ranks_do_not_outlive_a_front_that_was_killed(model: Path, tmp_path: Path) -> None:
+    """Rank 0 stands idle, rank 1 hangs in a pause and would never look at its channel again. No file is left either."""
     code = FRONT.format(factory=TOY, model=str(model))
-    front = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    front = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert front.stdout is not None
         ranks = [psutil.Process(int(pid)) for pid in front.stdout.readline().split()]
@@ -150,3 +164,4 @@ def test_ranks_do_not_outlive_a_front_that_was_killed(model: Path) -> None:
     for rank in alive:
         rank.kill()
     assert alive == []
+    assert list(tmp_path.iterdir()) == []

@@ -51,6 +51,8 @@ class ManifestFiles:
         return self._kept[1]
 
     def text(self, digest: str) -> str | None:
+        if _DIGEST.fullmatch(digest) is None:
+            return None
         path = self._path(digest)
         return path.read_text() if path.exists() else None
 

@@ -332,15 +332,16 @@ def test_a_namespace_keeps_prefixes_apart_and_nothing_else(policy: CachePolicy, 
     run(main)
 
 
-def test_workers_are_met_also_where_paths_of_temporary_files_are_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.case("F44")
+def test_workers_are_met_without_a_file_that_could_be_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / ("a" * 100)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
     async def main(world: World) -> None:
         assert len(await world.pool.start(20)) == 2
+        assert {bytes(rank.ends[0].getpeername())[:13] for rank in world.client.ranks} == {b"\0liveweights-"}
+        assert list(folder.iterdir()) == []
 
     run(main)
 
