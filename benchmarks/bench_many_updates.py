@@ -69,7 +69,7 @@ def party(work: Path, tp: int) -> Iterator[Party]:
     os.environ["TMPDIR"], tempfile.tempdir = str(temporary), None
     try:
         port = free_port()
-        serve = ["serve", "--port", str(port), "--state", str(work / "state"), "--root", str(work)]
+        serve = ["serve", "--new-fleet", "--port", str(port), "--state", str(work / "state"), "--root", str(work)]
         coordinator = children.start("coordinator", serve, port)
         children.wait_ready(coordinator, "/healthz")
         port = free_port()

@@ -45,7 +45,7 @@ def fleet(work: Path, model: Path) -> Iterator[str]:
     children = Children(work)
     try:
         port = free_port()
-        serve = ["serve", "--port", str(port), "--state", str(work / "state"), "--root", str(work)]
+        serve = ["serve", "--new-fleet", "--port", str(port), "--state", str(work / "state"), "--root", str(work)]
         coordinator = children.start("coordinator", serve, port)
         children.wait_ready(coordinator, "/healthz")
         port = free_port()

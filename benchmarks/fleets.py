@@ -157,5 +157,5 @@ def resident_bytes(pids: list[int]) -> int:
 def _serve(children: Children, port: int, state: Path, root: Path) -> Child:
     os.makedirs(state, exist_ok=True)
     return children.start(
-        "coordinator", ["serve", "--port", str(port), "--state", str(state), "--root", str(root)], port
+        "coordinator", ["serve", "--new-fleet", "--port", str(port), "--state", str(state), "--root", str(root)], port
     )

@@ -46,7 +46,9 @@ def main(folder: str) -> int:
     root = Path(folder).resolve()
     model = make_toy_checkpoint(root / "base")
     ray.init(log_to_driver=False)
-    coordinator = start_coordinator(Settings(state=root / "journal", roots=(root,)), namespace=NAMESPACE)
+    coordinator = start_coordinator(
+        Settings(state=root / "journal", roots=(root,), new_fleet=True), namespace=NAMESPACE
+    )
     replicas = [
         start_replica(
             replica_settings(model=model, engine="toy", replica=name, port=0, roots=(root,)),

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from updater.core.participant import FrontState as ReplicaState
 from updater.core.policy import CachePolicy, CommitMode, InFlight, InstallMode, OnBusy, PreviousMode
 
 MAX_STEP = 10**18 - 1
@@ -349,10 +350,52 @@ class VersionState(BaseModel):
     epoch: int
 
 
+class ClaimBody(_Body):
+    """What a front says of itself when it asks whether it is still a member. `version`: a label; `fleet`: the identity
+    that it obeys, empty if none.
+    """
+
+    incarnation: Id
+    url: Annotated[str, StringConstraints(pattern=_FRONT, max_length=300)]
+    fleet: Annotated[str, StringConstraints(max_length=128)]
+    epoch: Annotated[int, Field(ge=0)]
+    serial: Annotated[int, Field(ge=0)]
+    version: Annotated[str, StringConstraints(pattern=r"^(start|\d+-\d+)$", max_length=40)]
+    digest: Annotated[str, StringConstraints(max_length=128)]
+    state: ReplicaState = Field(strict=False)
+
+
+class ClaimState(BaseModel):
+    """`claim`: what the front is to this coordinator. `fleet`: the coordinator's, empty while it has none."""
+
+    claim: Literal["member", "removed", "unknown"]
+    fleet: str
+    epoch: int
+
+
+class StrangerState(BaseModel):
+    """A front that calls and is no member. It obeys `fleet` and `epoch`."""
+
+    replica: str
+    url: str
+    fleet: str
+    epoch: int
+    state: str
+    live_version: str
+    live_digest: str
+
+
 class FleetState(BaseModel):
-    """`sources_needed`: paths that a late joiner or the running update may still be read from: do not delete them."""
+    """`sources_needed`: paths that a late joiner or the running update may still be read from: do not delete them.
+
+    `fleet`: the name; `identity`: random, kept by the journal and by every replica, empty while nothing was published.
+    `hold`: why nothing is published and nobody admitted. `strangers`: replicas that call and are no members.
+    """
 
     fleet: str
+    identity: str = ""
+    hold: FailureBody | None = None
+    strangers: list[StrangerState] = []
     epoch: int
     phase: str
     live_version: str | None

@@ -42,6 +42,7 @@ class Deadlines:
     status_s: float = 2.0
     join_s: float = 30.0
     probe_every_s: float = 2.0
+    watch_s: float = 3.0  # how often a front asks whether it is still a member
     lost_after: int = 3  # probes in a row without an answer
     shutdown_s: float = 20.0
     recover_s: float = 30.0
@@ -69,6 +70,7 @@ class Settings:
     max_body: int = 4 << 20
     max_manifest: int = 64 << 20
     max_waiting: int = 8  # updates that wait for another one (`on_busy=wait`)
+    new_fleet: bool = False  # on an empty journal: do not wait for replicas of an older fleet to call
     history: int = 1000  # requests whose receipts are kept whole; older ones leave a short one for a long time
 
     allow_suspicious: tuple[str, ...] = ()

@@ -86,9 +86,12 @@ class ReplicaFace:
 
     async def readyz(self) -> Response:
         if self.front is not None and self.front.ready:
-            return JSONResponse({"ready": True, "version": self.live_version})
+            state = self.front.state
+            return JSONResponse({"ready": True, "version": self.live_version, "unclaimed": state.unclaimed})
         why = self.front.state.failure if self.front is not None else self.failure
-        failure = Failure("shut", f"{self.state}: {why.message if why else 'not open'}", replica=self.replica)
+        hint = why.hint if why else ""
+        text = f"{self.state}: {why.message if why else 'not open'}"
+        failure = Failure("shut", text, replica=self.replica, hint=hint)
         return http.problem(Unavailable(failure, live_version=self.live_version))
 
     async def version(self) -> JSONResponse:
@@ -102,6 +105,9 @@ class ReplicaFace:
                 "replica": self.replica,
                 "spare": wire.plain(spare),
                 "released": wire.plain(front.state.released),
+                "fleet": front.state.fleet,
+                "epoch": front.state.epoch,
+                "unclaimed": front.state.unclaimed,
             }
         )
 

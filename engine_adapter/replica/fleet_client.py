@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 
-from updater import http
+from updater import http, wire
 from updater.core.errors import Failure, LiveweightsError, Unavailable
+from updater.core.participant import Claimed, FrontStatus
 
 _log = logging.getLogger("liveweights.front")
 _FIRST_RETRY_S = 0.2
@@ -38,7 +39,6 @@ class FleetClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._replica, self._url, self._incarnation = replica, url, incarnation
-        self._mine: set[str] = set()  # incarnations of this process that asked to be admitted
         self._last = ""  # the one that may be the member; empty if none is
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = httpx.AsyncClient(
@@ -66,7 +66,6 @@ class FleetClient:
     async def _ask_in(self) -> None:
         """An answer that got lost may have been a yes; only a no says that another process is the member."""
         mine = self._incarnation()
-        self._mine.add(mine)
         self._last = mine
         try:
             await self._call("POST", "/v1/fleet/replicas", json={"replica": self._replica, "url": self._url})
@@ -75,30 +74,27 @@ class FleetClient:
                 self._last = ""
             raise
 
-    async def watch(self, every_s: float, admitted: asyncio.Event) -> Failure:
-        """Returns, with why, once the coordinator says that another process is the member under this id.
-
-        A process that stood still may have been replaced and would go on with what it served then (I1). Silence,
-        errors and a coordinator that knows no such member say nothing.
+    async def claim(self, said: FrontStatus) -> Claimed | None:
+        """Whether the front that says this is still a member. None for silence, an error, and whatever is not exactly
+        that document: they say nothing (I11). A gateway in between may answer anything, with any status.
         """
-        while True:
-            await asyncio.sleep(every_s)
-            await admitted.wait()
-            member = await self._member()
-            if member and member not in self._mine:
-                self._last = ""
-                return Failure("replica_fenced", "another process is the member under this id", replica=self._replica)
-
-    async def _member(self) -> str:
-        """The incarnation of the member under this id, or empty."""
+        body = {
+            "incarnation": said.incarnation,
+            "url": self._url,
+            "fleet": said.fleet,
+            "epoch": said.epoch,
+            "serial": said.serial,
+            "version": said.live_version,
+            "digest": said.live_digest,
+            "state": said.state.value,
+        }
         try:
             async with asyncio.timeout(_WATCH_DEADLINE_S):
-                answer = await self._call("GET", f"/v1/fleet/replicas/{self._replica}")
-        except (TimeoutError, LiveweightsError) as error:
+                answer = await self._call("POST", f"/v1/fleet/replicas/{self._replica}/claim", json=body)
+            return wire.build(Claimed, answer)
+        except (TimeoutError, LiveweightsError, wire.WireError) as error:
             _log.debug("nothing heard of the membership: %s", error)
-            return ""
-        told = answer.get("incarnation") if isinstance(answer, dict) else None
-        return told if isinstance(told, str) else ""
+            return None
 
     async def leave(self, deadline_s: float) -> None:
         """The front is shut for good: its silence must not block the next publication.

@@ -20,6 +20,7 @@ from engine_adapter.replica.seams import Admission
 from updater.core import replica as machine
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.core.participant import (
+    Claimed,
     Description,
     Fence,
     FrontState,
@@ -50,6 +51,7 @@ from updater.core.replica_state import (
     SetLease,
     ShutDown,
     SpareLost,
+    Told,
     Work,
     status,
 )
@@ -140,14 +142,11 @@ class Front:
         """An operator's word after a quarantine: proves the live bytes of all ranks and joins again. Raises
         LiveweightsError with what the ranks found; it then stays shut.
         """
-        return await self._operate("readmit", ReadmitRequest(self._last_heard(), secrets.token_hex(8)))
+        return await self._operate("readmit", ReadmitRequest(self.state.last_heard(), secrets.token_hex(8)))
 
     async def release(self, to: ReleaseTo) -> FrontStatus:
         """An operator's word where the coordinator is gone for long and this replica has installed."""
-        return await self._operate("release", ReleaseRequest(self._last_heard(), to))
-
-    def _last_heard(self) -> Fence:
-        return Fence(self.state.fleet, *self.state.mark, self.state.incarnation)
+        return await self._operate("release", ReleaseRequest(self.state.last_heard(), to))
 
     async def _operate(self, verb: str, request: ReadmitRequest | ReleaseRequest) -> FrontStatus:
         if self.state.work(verb) is not None:
@@ -165,6 +164,17 @@ class Front:
         self.state, effects = machine.step(self.state, event, self._clock())
         for effect in effects:
             self._perform(effect)
+
+    def told(self, claimed: Claimed, incarnation: str) -> None:
+        """What its coordinator says to the call of that incarnation."""
+        before = self.state
+        self.feed(Told(claimed.claim, claimed.fleet, claimed.epoch, incarnation))
+        after = self.state
+        if after.unclaimed != before.unclaimed:
+            text = "unclaimed: the coordinator does not know this replica; it serves on and obeys nothing from there"
+            _log.warning(text if after.unclaimed else "claimed again")
+        if after.state is FrontState.ORPHANED is not before.state and after.failure is not None:
+            _log.error("orphaned: %s; %s", after.failure.message, after.failure.hint)
 
     def rank_died(self, failure: Failure) -> None:
         _log.error("rank %s died: %s", failure.rank, failure.message)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import (
     FenceRequest,
+    FrontState,
     InvalidateRequest,
     PauseReply,
     PauseRequest,
@@ -68,6 +69,9 @@ async def perform(ranks: Ranks, work: Work, state: ReplicaState, stopped: tuple[
     aborted and requeued when it closed. Raises LiveweightsError.
     """
     request = work.request
+    if state.state is FrontState.ORPHANED:  # whatever ends that proves the live bytes first
+        await _prove(ranks, work, state)
+        return await ranks.join(request.version, request.digest) if work.verb == "join" else None
     match work.verb:
         case "join":
             return await ranks.join(request.version, request.digest)
@@ -90,15 +94,19 @@ async def perform(ranks: Ranks, work: Work, state: ReplicaState, stopped: tuple[
         case "discard":
             return await ranks.discard(_serial(work, state))
         case "readmit":
-            unsettled = state.key if state.old is not None else None
-            held = state.old or state.live
-            return await ranks.readmit(unsettled, _serial(work, state), held.version, held.digest)
+            return await _prove(ranks, work, state)
         case "release" if request.to is ReleaseTo.LIVE:
             return await ranks.serve_installed(*state.key, state.live.version)
         case "release":
             await _take_back(ranks, state, *state.key)
             return await ranks.resume(ResumeRequest(request.fence, False, state.live.version, state.live.digest))
     raise Aborted(Failure("internal", f"the machine asked for {work.verb!r}"))
+
+
+async def _prove(ranks: Ranks, work: Work, state: ReplicaState) -> None:
+    unsettled = state.key if state.old is not None else None
+    held = state.old or state.live
+    await ranks.readmit(unsettled, _serial(work, state), held.version, held.digest)
 
 
 async def _take_back(ranks: Ranks, state: ReplicaState, serial: int, attempt: int) -> None:

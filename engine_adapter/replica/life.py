@@ -21,8 +21,8 @@ from engine_adapter.replica.front import Front, Identity
 from engine_adapter.replica.front_work import Ranks
 from engine_adapter.replica.seams import Admission, Introduced
 from updater.core.errors import Failure, LiveweightsError
-from updater.core.participant import Fence, JoinRequest
-from updater.core.replica_state import RankDied, started
+from updater.core.participant import Claim, Fence, FenceRequest, FrontState, JoinRequest
+from updater.core.replica_state import started
 from updater.core.version import START
 
 _log = logging.getLogger("liveweights.front")
@@ -110,13 +110,32 @@ class FrontLife:
         return front
 
     async def _watch(self, fleet: FleetClient, front: Front) -> None:
-        """Another process is the member now: nothing here may be served any more, and only a restart helps."""
-        failure = await fleet.watch(self._membership.watch_s, front.reopened)
-        front.feed(RankDied(failure))
+        """Ask for ever whether it is still a member (I11). Told that it was removed, it is shut; told so once more it
+        proves its bytes and joins again, as another incarnation of the same process.
+        """
+        while True:
+            await asyncio.sleep(self._membership.watch_s)
+            state = front.state
+            if state.state in (FrontState.JOINING, FrontState.BROKEN):
+                continue
+            claimed = await fleet.claim(front.status())
+            if claimed is None or front.state.incarnation != state.incarnation:
+                continue
+            front.told(claimed, state.incarnation)
+            gone = claimed.claim is Claim.REMOVED and claimed.fleet == state.fleet and claimed.epoch >= state.epoch
+            if gone and state.state is FrontState.ORPHANED is front.state.state:
+                await self._return(front)
+
+    async def _return(self, front: Front) -> None:
+        try:
+            await front.readmit()
+        except LiveweightsError as error:
+            _log.error("the orphaned replica cannot prove what it holds: %s", error)
 
     async def _open_alone(self, front: Front) -> None:
         state = front.state
-        fence = Fence(state.fleet or STANDALONE, *(state.mark if state.fleet else (1, 0, 0)), state.incarnation)
+        fence = state.last_heard() if state.fleet else Fence(STANDALONE, 1, 0, 0, state.incarnation)
+        await front.ask("lead", FenceRequest(fence))
         await front.ask("join", JoinRequest(fence, state.live.version, state.live.digest))
 
     def _rejoin(self) -> None:

@@ -97,6 +97,12 @@ class HandCoordinator:
             raise http.error_of(response.status_code, response.json())
         return wire.decode(MESSAGES[verb][1], response.content)
 
+    async def lead(self) -> FrontStatus:
+        """Speak as the next life of a coordinator from now on."""
+        self.epoch += 1
+        status: FrontStatus = await self.call("lead", FenceRequest(self.fence(0)))
+        return status
+
     async def status(self) -> FrontStatus:
         status: FrontStatus = await self.call("status", StatusRequest())
         return status

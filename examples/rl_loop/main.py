@@ -103,7 +103,9 @@ def _arguments() -> argparse.Namespace:
 def _start_fleet(children: Children, model: Path, work: Path) -> tuple[Child, Child]:
     root = ["--root", str(work)]
     port = free_port()
-    coordinator = children.start("coordinator", ["serve", "--port", str(port), "--state", str(work / "s"), *root], port)
+    coordinator = children.start(
+        "coordinator", ["serve", "--new-fleet", "--port", str(port), "--state", str(work / "s"), *root], port
+    )
     children.wait_ready(coordinator, "/healthz")
     port = free_port()
     engine = ["engine", "--model", str(model), "--port", str(port), "--coordinator", coordinator.url, *root]

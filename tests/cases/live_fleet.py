@@ -80,7 +80,7 @@ class LiveFleet:
         deadlines = Deadlines(
             probe_every_s=0.2, status_s=self._status_s, lost_after=2, retry_first_s=0.02, shutdown_s=10.0
         )
-        settings = Settings(state=self.home / "state", port=0, roots=(self.home,), deadlines=deadlines)
+        settings = Settings(state=self.home / "state", port=0, roots=(self.home,), deadlines=deadlines, new_fleet=True)
         with bind(settings) as listener:
             coordinator = Coordinator(settings)
             config = uvicorn.Config(create_app(coordinator), lifespan="off", log_level="warning", access_log=False)

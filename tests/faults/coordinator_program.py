@@ -35,7 +35,7 @@ def main() -> None:
     Dying.when = " ".join(when)
     # Nobody stands still here: who is slow must not count as lost.
     deadlines = Deadlines(status_s=30.0, probe_every_s=0.2, retry_first_s=0.02, shutdown_s=60.0)
-    serve(Settings(state=Path(state), roots=(Path(root),), port=int(port), deadlines=deadlines), Dying)
+    serve(Settings(state=Path(state), roots=(Path(root),), port=int(port), deadlines=deadlines, new_fleet=True), Dying)
 
 
 if __name__ == "__main__":

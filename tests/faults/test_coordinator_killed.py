@@ -259,7 +259,7 @@ def test_paths_that_no_client_library_would_send_are_closed_too(tmp_path: Path) 
         "import sys; from pathlib import Path; from updater.service.server import serve; "
         "from updater.settings import Settings; "
         "from updater.security import Tokens;"
-        "serve(Settings(state=Path(sys.argv[1]), port=int(sys.argv[2]), tokens=Tokens.from_env()))"
+        "serve(Settings(state=Path(sys.argv[1]), port=int(sys.argv[2]), new_fleet=True, tokens=Tokens.from_env()))"
     )
     env = os.environ | {"LIVEWEIGHTS_ADMIN_TOKEN": "admin-token-0123"}
     process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path), str(port)], env=env)

@@ -185,7 +185,7 @@ class Fleet:
 def ray_fleet(home: Path, namespace: str) -> Iterator[Fleet]:
     make_toy_checkpoint(home / "a", seed=7)
     make_toy_checkpoint(home / "b", seed=8)
-    settings = Settings(state=home / "state", roots=(home,), deadlines=DEADLINES)
+    settings = Settings(state=home / "state", roots=(home,), deadlines=DEADLINES, new_fleet=True)
     coordinator = start_coordinator(settings, namespace=namespace)
     fleet = Fleet(home, namespace, coordinator, RayClient(coordinator))
     try:

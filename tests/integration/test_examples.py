@@ -40,7 +40,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     children = Children(folder)
     try:
         port, root = free_port(), ["--root", str(folder)]
-        serve = ["serve", "--port", str(port), "--state", str(folder / "state"), *root]
+        serve = ["serve", "--new-fleet", "--port", str(port), "--state", str(folder / "state"), *root]
         coordinator = children.start("coordinator", serve, port)
         children.wait_ready(coordinator, "/healthz")
         port = free_port()

@@ -34,7 +34,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     children = Children(folder)
     try:
         port, root = free_port(), ["--root", str(folder)]
-        coordinator = children.start("c", ["serve", "--port", str(port), "--state", str(folder / "s"), *root], port)
+        coordinator = children.start(
+            "c", ["serve", "--new-fleet", "--port", str(port), "--state", str(folder / "s"), *root], port
+        )
         children.wait_ready(coordinator, "/healthz")
         replicas = []
         for name in ("r1", "r2"):

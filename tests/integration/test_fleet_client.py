@@ -7,26 +7,33 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import httpx
+import pytest
 
 from engine_adapter.replica.fleet_client import FleetClient
 from updater.core.participant import FrontState
+from updater.core.replica import status
 from updater.service.app import create_app
 from updater.testing.fronts import SimulatedFront, settle
 from updater.testing.service import LocalService
 
 
 class Wire(httpx.AsyncBaseTransport):
-    """To the coordinator and back. `cut`: nothing arrives; `asked`: methods that were sent."""
+    """To the coordinator and back. `cut`: nothing arrives; `answer`: what something in
+    between says instead; `asked`: methods that were sent.
+    """
 
     def __init__(self, service: LocalService) -> None:
         self._way = httpx.ASGITransport(create_app(service.coordinator), raise_app_exceptions=False)
         self.cut = False
         self.asked: list[str] = []
+        self.answer: httpx.Response | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         self.asked.append(request.method)
         if self.cut:
             raise httpx.ConnectError("cut")
+        if self.answer is not None:
+            return self.answer
         return await self._way.handle_async_request(request)
 
 
@@ -58,14 +65,6 @@ async def joined(asking: FleetClient, front: SimulatedFront) -> asyncio.Event:
 
 async def members(service: LocalService) -> list[str]:
     return [member["incarnation"] for member in (await service.get("/v1/fleet")).json()["members"]]
-
-
-async def watched(wire: Wire, watching: asyncio.Task[object], times: int) -> bool:
-    """Whether the watch ended within so many further questions."""
-    before = len(wire.asked)
-    while len(wire.asked) < before + times and not watching.done():
-        await settle(1)
-    return watching.done()
 
 
 def test_a_front_joins_and_takes_its_membership_along(tmp_path: Path) -> None:
@@ -133,26 +132,36 @@ def test_a_front_that_was_replaced_and_does_not_know_it_leaves_the_other_alone(t
     run(tmp_path, scenario)
 
 
-def test_only_another_incarnation_ends_the_watch(tmp_path: Path) -> None:
-    """Neither silence nor a coordinator that lost its memory shuts a fleet that serves."""
+async def claimed(asking: FleetClient, front: SimulatedFront) -> str:
+    """What the front is told, or nothing."""
+    said = await asking.claim(status(front.state, 0.0))
+    return said.claim.value if said is not None else ""
+
+
+@pytest.mark.case("F12")
+def test_only_a_removal_is_called_one(tmp_path: Path) -> None:
+    """Neither silence nor an answer of another kind says anything; a process that was replaced is gone for good."""
 
     async def scenario(service: LocalService, wire: Wire) -> None:
         front = service.fleet.add("one")
         asking = client(wire, front)
-        admitted = await joined(asking, front)
-        watching: asyncio.Task[object] = asyncio.create_task(asking.watch(0.0, admitted))
-        assert not await watched(wire, watching, 3)
+        await joined(asking, front)
+        assert await claimed(asking, front) == "member"
         wire.cut = True
-        assert not await watched(wire, watching, 3)
+        assert await claimed(asking, front) == ""
         wire.cut = False
+        for status_code, body in ((404, b"not found"), (404, b"{}"), (200, b"{}"), (502, b"<html>"), (200, b"[]")):
+            wire.answer = httpx.Response(status_code, content=body)
+            assert await claimed(asking, front) == ""
+        wire.answer = None
+        other = service.fleet.add("one", url="http://elsewhere.test")
         gone = await service.http.delete("/v1/fleet/replicas/one?confirm_dead=true")
         assert gone.status_code == 204
-        assert not await watched(wire, watching, 3)
-        other = service.fleet.add("one", url="http://elsewhere.test")
+        assert await claimed(asking, front) == "removed"
         body = {"replica": other.replica, "url": other.url}
         assert (await service.post("/v1/fleet/replicas", body)).status_code == 201
-        assert await watched(wire, watching, 5)
-        assert getattr(watching.result(), "code", "") == "replica_fenced"
+        assert await claimed(asking, front) == "removed"
+        assert await claimed(client(wire, other), other) == "member"
         await asking.leave(5.0)
         assert await members(service) == [other.state.incarnation]
         await asking.close()
@@ -160,18 +169,40 @@ def test_only_another_incarnation_ends_the_watch(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_what_a_readmitted_front_was_before_is_not_another_process(tmp_path: Path) -> None:
-    """It asks to be admitted as a new incarnation, and the coordinator knows it for a moment as the old one."""
-
+@pytest.mark.case("F12")
+def test_who_was_removed_is_known_to_the_next_life_of_the_coordinator(tmp_path: Path) -> None:
     async def scenario(service: LocalService, wire: Wire) -> None:
         front = service.fleet.add("one")
         asking = client(wire, front)
-        admitted = await joined(asking, front)
-        front.restart()
-        watching: asyncio.Task[object] = asyncio.create_task(asking.watch(0.0, admitted))
-        assert not await watched(wire, watching, 3)
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        await joined(asking, front)
+        await service.http.delete("/v1/fleet/replicas/one?confirm_dead=true")
+        await service.crash()
+        assert await claimed(asking, front) == ""
+        async with LocalService(tmp_path, fleet=service.fleet, clock=service.clock) as again:
+            assert await claimed(client(Wire(again), front), front) == "removed"
+        await asking.close()
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.case("F10", "F09")
+def test_a_coordinator_that_recovers_or_does_not_know_shuts_nobody(tmp_path: Path) -> None:
+    async def scenario(service: LocalService, wire: Wire) -> None:
+        front = service.fleet.add("one")
+        asking = client(wire, front)
+        await joined(asking, front)
+        recovering = LocalService(tmp_path / "other", fleet=service.fleet, clock=service.clock)
+        assert await claimed(client(Wire(recovering), front), front) == ""
+        async with recovering as emptied:
+            assert await claimed(client(Wire(emptied), front), front) == "unknown"
+            ready = await emptied.get("/readyz")
+            assert (ready.status_code, ready.json()["code"]) == (503, "adopt_needed")
+            fleet = (await emptied.get("/v1/fleet")).json()
+            assert fleet["hold"]["hint"]
+            assert [each["url"] for each in fleet["strangers"]] == [front.url]
+            fresh = emptied.fleet.add("fresh")
+            refused = await emptied.post("/v1/fleet/replicas", {"replica": "fresh", "url": fresh.url})
+            assert refused.json()["code"] == "adopt_needed"
         await asking.close()
 
     run(tmp_path, scenario)

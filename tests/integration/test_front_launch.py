@@ -80,7 +80,7 @@ def test_a_replica_joins_serves_catches_up_and_leaves(tmp_path: Path) -> None:
     expected = {name: list(Reference.load(path).generate(PROMPT, 8)) for name, path in (("old", old), ("new", new))}
     hub, engine = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
     log = tmp_path / "log"
-    serve = ("serve", "--port", hub.rsplit(":", 1)[1], "--state", tmp_path / "state", "--root", roots)
+    serve = ("serve", "--new-fleet", "--port", hub.rsplit(":", 1)[1], "--state", tmp_path / "state", "--root", roots)
     start = ("engine", "--engine", "toy", "--model", old, "--tp", 2, "--port", engine.rsplit(":", 1)[1])
     start = (*start, "--coordinator", hub, "--root", roots, "--replica", "r0")
 
@@ -127,7 +127,7 @@ def test_a_quarantined_replica_is_readmitted_by_its_operator(tmp_path: Path) -> 
     expected = {name: list(Reference.load(path).generate(PROMPT, 8)) for name, path in (("old", old), ("new", new))}
     hub, engine = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
     log = tmp_path / "log"
-    serve = ("serve", "--port", hub.rsplit(":", 1)[1], "--state", tmp_path / "state", "--root", roots)
+    serve = ("serve", "--new-fleet", "--port", hub.rsplit(":", 1)[1], "--state", tmp_path / "state", "--root", roots)
     # Labels on rank 1: at the start, by the admission, by the install; the one of the restore fails.
     fault = "fault=raise:before:reset_cache:0:1;raise:before:set_version:1:4"
     start = ("engine", "--engine", "toy", "--model", old, "--tp", 2, "--port", engine.rsplit(":", 1)[1])

@@ -104,7 +104,7 @@ def test_a_restore_that_failed_on_one_rank_is_finished_by_a_readmission(tmp_path
             assert await rank_states(stage) == [("start", "empty")] * 2
             assert await stage.digests() == bytes_before
             await serves(stage, c, "start")
-            c.epoch += 1
+            await c.lead()
             await c.update(serial + 5, path, "0-99")
             stage.installed()
             await serves(stage, c, "0-99")
@@ -135,7 +135,7 @@ def test_a_replica_is_released_to_what_it_has_installed(calm: Stage) -> None:
         await serves(calm, c, version)
         assert (await c.client.get("/v1/version")).json()["released"]["to"] == "live"
         # The coordinator that comes back may not undo it, and publishes it.
-        c.epoch += 1
+        await c.lead()
         assert await code_of(c.restore(serial)) == "wrong_phase"
         await c.resume(serial, 1, True, version, status.live_digest)
         assert (await c.status()).released is None

@@ -260,7 +260,7 @@ def serving(folder: Path, model: Path) -> Iterator[tuple[str, str]]:
     children = Children(folder)
     try:
         port, root = free_port(), ["--root", str(folder)]
-        serve = ["serve", "--port", str(port), "--state", str(folder / "state"), *root]
+        serve = ["serve", "--new-fleet", "--port", str(port), "--state", str(folder / "state"), *root]
         coordinator = children.start("coordinator", serve, port)
         children.wait_ready(coordinator, "/healthz")
         port = free_port()

@@ -60,7 +60,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     versions = make_versions(home / "models", 3, SHAPE)
     with two_nodes():
         coordinator = start_coordinator(
-            Settings(state=home / "state", roots=(home,), deadlines=DEADLINES), namespace="trainers"
+            Settings(state=home / "state", roots=(home,), deadlines=DEADLINES, new_fleet=True), namespace="trainers"
         )
         wanted = FrontSettings(model=versions[0], port=0, replica="embedded", roots=(home,), logs=home / "logs")
         replica = start_replica(wanted, coordinator=coordinator, namespace="trainers", resources={"left": 1})

@@ -12,6 +12,7 @@ import pytest
 from updater.coordinator.journal import Journal
 from updater.core.effects import Record
 from updater.core.errors import Failure
+from updater.core.lineage import ADOPTION
 from updater.settings import Deadlines
 from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, digest_of, settle
 from updater.testing.service import LocalService
@@ -331,7 +332,9 @@ def test_an_empty_journal_needs_an_explicit_adopt(tmp_path: Path) -> None:
             assert adopted.status_code == 200, adopted.text
             assert adopted.json()["live_version"] == "0-7"
             # The epoch that fronts hear of is the one that this coordinator owns, above all that they have heard.
-            assert adopted.json()["epoch"] == second.coordinator._journal.epoch() == 2
+            assert adopted.json()["epoch"] == second.coordinator._journal.epoch() == ADOPTION
+            assert {front.state.epoch for front in fronts} == {ADOPTION}
+            assert adopted.json()["identity"] == fronts[0].state.fleet == second.coordinator._journal.identity()
             assert (await second.push(8)).status_code == 200
             assert [front.serving for front in fronts] == ["0-8", "0-8"]
             again = await second.post("/v1/fleet/adopt", {"members": members, "confirm": True})

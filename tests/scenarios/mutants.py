@@ -21,13 +21,17 @@ MODULES = (
     "flow",
     "begin",
     "members",
+    "lineage",
+    "calls",
     "fleet",
     "recovery",
+    "adoption",
     "replica_steps",
     "replica_staging",
     "replica_pause",
     "replica_install",
     "replica_operator",
+    "replica_claims",
     "replica_table",
     "replica",
 )
@@ -194,7 +198,7 @@ MUTANTS = (
         "timer=Phase.RESTORING,",
     ),
     # recovery
-    one("recovery keeps the epoch", "recovery", "epoch=1 + max(", "epoch=max("),
+    one("recovery keeps the epoch", "lineage", "epoch = 1 + max(known, newest)", "epoch = max(known, newest)"),
     one(
         "recovery reuses serials",
         "recovery",
@@ -221,9 +225,90 @@ MUTANTS = (
     ),
     one(
         "an empty journal is trusted",
+        "calls",
+        "            state = replace(state, hold=members.adopt_needed(call.replica, call.fleet))",
+        "            pass",
+    ),
+    one(
+        "an empty journal does not listen",
         "recovery",
-        "    if not adopt or len(labels) != 1 or unclear:",
-        "    if len(labels) != 1 or unclear:",
+        "hold=None if new_fleet or (journal.records and journal.members) else LISTENING,",
+        "hold=None,",
+    ),
+    one(
+        "an older journal is trusted",
+        "recovery",
+        "    if older or otherwise(state, journal, reports):",
+        "    if older and not older:",
+    ),
+    one(
+        "an older journal leads whoever answers",
+        "lineage",
+        'return not_newest("a member does not answer", replica)',
+        "continue",
+    ),
+    one(
+        "an older journal takes an adopted fleet back",
+        "lineage",
+        "    if journal.taken_over or newest // ADOPTION > known // ADOPTION:",
+        "    if False:",
+    ),
+    one(
+        "an unknown front was removed",
+        "calls",
+        "        elif call.state in SERVES:",
+        "        elif not (claim := Claim.REMOVED):",
+    ),
+    one("joiners are told before they are led", "begin", "        if member.unled:\n", "        if False:\n"),
+    one("a held coordinator begins", "begin", "    if state.hold is not None:\n        return (state.hold,)\n", ""),
+    one("a held coordinator admits", "begin", "    if state.hold is not None:\n        return state, ()\n", ""),
+    one(
+        "a fleet that was taken over is not given up",
+        "calls",
+        "    if status.fleet == state.fleet and status.epoch > state.epoch:",
+        "    if False:",
+    ),
+    one(
+        "two coordinators on one journal live on",
+        "replica",
+        'fence.epoch == state.epoch and "" != state.owner < fence.owner',
+        "False",
+    ),
+    one(
+        "any verb leads",
+        "replica",
+        "    if (fence.fleet, fence.epoch, fence.owner) != (state.fleet, state.epoch, state.owner):",
+        "    if False:",
+    ),
+    one(
+        "a refused verb leaves its mark",
+        "replica",
+        '    if event.verb == "lead" or refused:',
+        '    if event.verb == "lead":',
+    ),
+    one(
+        "an older epoch removes",
+        "replica",
+        "event.claim is Claim.MEMBER or event.epoch < state.epoch",
+        "event.claim is Claim.MEMBER",
+    ),
+    one(
+        "an unclaimed front is shut",
+        "replica",
+        "        return replace(state, unclaimed=True), ()",
+        '        return _apply(state, "removed", event, now)',
+    ),
+    one(
+        "an orphan opens on what was never published",
+        "replica_claims",
+        "    if state.running or state.held.digest != request.digest:",
+        "    if False:",
+    ),
+    one(
+        "an orphan cuts an install off",
+        "replica_claims",
+        "    if any(work.verb not in GIVEN_UP for work in state.running):",
+        "    if False:",
     ),
     # the front
     one("the incarnation is ignored", "replica", "if fence.incarnation != state.incarnation:", "if False:"),
@@ -336,7 +421,7 @@ def machines(mutant: Mutant | None) -> Iterator[Machines]:
         for name, module in saved.items():
             sys.modules[name] = module
             setattr(updater.core, name.rpartition(".")[2], module)
-    yield Machines(loaded["fleet"], loaded["replica"], loaded["recovery"])
+    yield Machines(*(loaded[name] for name in ("fleet", "replica", "recovery", "lineage", "adoption")))
 
 
 def _load(module: str, mutant: Mutant | None) -> ModuleType:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from updater.core import events
 from updater.core.effects import Accepted, Denied, Outcome, Result
 from updater.core.errors import Failure
-from updater.core.participant import Fence, FrontState, JoinRequest, Kind
+from updater.core.participant import Fence, FenceRequest, FrontState, JoinRequest, Kind, ReleaseTo
 from updater.core.policy import CachePolicy, CommitMode, OnBusy, Policy
 from updater.core.replica_state import Asked, LeaseTimer
 from updater.core.state import Phase, Standing
@@ -32,6 +32,32 @@ def fleet(sim: Simulation, names: str = "ab") -> None:
         sim.join(name)
     sim.settle()
     sim.log.clear()
+
+
+def publish(sim: Simulation, step: int) -> None:
+    """What a story begins from: a version that everybody serves, not part of the transcript."""
+    sim.begin(f"v{step}", step)
+    sim.settle()
+    ended(sim, Outcome.COMMITTED)
+    sim.log.clear()
+
+
+def obey(sim: Simulation) -> None:
+    """A joiner has heard the first word, and nothing else has happened."""
+    sim.run(hold=lambda packet: getattr(packet.payload, "verb", "") != "lead")
+
+
+def call(sim: Simulation, *names: str) -> None:
+    """Fronts ask whether they are still members, and hear the answer."""
+    for name in names:
+        sim.do_call(name)
+        sim.run()
+
+
+def held(sim: Simulation) -> str:
+    """Why the coordinator publishes nothing and admits nobody, as a code."""
+    assert sim.state is not None
+    return sim.state.hold.code if sim.state.hold else ""
 
 
 def last(sim: Simulation) -> Result:
@@ -422,6 +448,7 @@ def a_late_join_for_a_dead_process(sim: Simulation) -> None:
     fleet(sim, "a")
     sim.start_replica("b")
     sim.join("b")
+    obey(sim)
     late = sim.on_wire("join", "b")[0]
     sim.wire.remove(late)
     sim.do_die("b")
@@ -478,6 +505,7 @@ def a_joiner_that_never_paused_stays_shut(sim: Simulation) -> None:
     fleet(sim, "a")
     sim.start_replica("b", base="other")
     sim.join("b")
+    obey(sim)
     sim.do_fault("a", "pause", "rank_steps_differ")
     sim.begin("u", 0)
     sim.run(hold=lambda packet: packet.to == "b" and packet.payload.verb == "pause")
@@ -498,6 +526,7 @@ def a_join_for_other_bytes(sim: Simulation) -> None:
     fleet(sim, "a")
     process = sim.start_replica("b", base="other")
     fence = Fence("fleet", 1, 99, 0, process.incarnation)
+    process.handle(Asked("lead", FenceRequest(fence)), sim.now)
     process.handle(Asked("join", JoinRequest(fence, "start", "base")), sim.now)
     sim.work("b")
     assert serving(sim) == {"a": "start", "b": ""}
@@ -548,25 +577,306 @@ def a_frozen_coordinator_wakes_up(sim: Simulation) -> None:
 
 
 @story
-def an_empty_journal_beside_a_fleet_with_history(sim: Simulation) -> None:
-    """13: refused without `adopt`; with it the fleet goes on from what it serves."""
+def an_emptied_journal_shuts_nobody(sim: Simulation) -> None:
+    """13, F10: fronts with history stay open and obey nothing; nobody is admitted until an operator adopts them."""
     fleet(sim)
-    sim.begin("v3", 3)
-    sim.settle()
-    sim.crash()
-    sim.disk.records.clear()
-    known = dict(sim.disk.members)
+    publish(sim, 3)
+    sim.lose_journal()
     sim.restart()
-    assert sim.state is None
-    assert code(sim.answers[-1]) == "adopt_needed"
-    sim.disk.members = known
-    sim.restart(adopt=True)
+    assert held(sim) == "listening"
+    sim.do_die("b")
+    sim.start_replica("b")
+    sim.join("b")
+    sim.settle()
+    assert serving(sim) == {"a": "0-3", "b": ""}
+    sim.do_hold_ends()  # not yet: a has not called
+    call(sim, "a")
+    assert held(sim) == "adopt_needed"
+    assert sim.replicas["a"].state.unclaimed
+    sim.do_hold_ends()
+    sim.join("b")
+    sim.settle()
+    assert code(sim.begin("v4", 4)) == "adopt_needed"
+    assert serving(sim) == {"a": "0-3", "b": ""}
+    sim.adopt("a")
     sim.settle()
     assert live(sim) == Version(0, 3)
+    assert not sim.replicas["a"].state.unclaimed
     assert code(sim.begin("v3-again", 3)) == "stale_version"
+    sim.join("b")
+    sim.settle()
     sim.begin("v4", 4)
     sim.settle()
     assert serving(sim) == {"a": "0-4", "b": "0-4"}
+    rest(sim)
+
+
+@story
+def a_new_fleet_waits_for_an_older_one_to_call(sim: Simulation) -> None:
+    """F10: nothing is published and nobody admitted before two watch intervals went by in silence."""
+    sim.lose_journal()
+    sim.restart()
+    for name in "ab":
+        sim.start_replica(name)
+        sim.join(name)
+    sim.settle()
+    assert serving(sim) == {"a": "", "b": ""}
+    assert code(sim.begin("early", 0)) == "listening"
+    sim.do_hold_ends()
+    sim.settle()
+    assert serving(sim) == {"a": "start", "b": "start"}
+    rest(sim)
+
+
+@story
+def an_older_journal_follows_what_all_members_prove(sim: Simulation) -> None:
+    """F11: all of them serve what it has never heard of: that is live, and one that restarts opens on nothing else."""
+    fleet(sim)
+    publish(sim, 1)
+    older = sim.disk.copy()
+    publish(sim, 3)
+    sim.lose_journal(older)
+    sim.restart()
+    sim.settle()
+    assert live(sim) == Version(0, 3)
+    assert serving(sim) == {"a": "0-3", "b": "0-3"}
+    call(sim, "a", "b")
+    sim.do_hold_ends()
+    sim.do_die("b")
+    sim.start_replica("b")
+    sim.do_lost("b")
+    sim.join("b")
+    sim.settle()
+    assert serving(sim) == {"a": "0-3", "b": ""}
+    sim.begin("v4", 4)
+    sim.settle()
+    assert serving(sim) == {"a": "0-4", "b": "0-4"}
+    rest(sim)
+
+
+@story
+def an_older_journal_and_a_silent_member(sim: Simulation) -> None:
+    """F11: one of them does not answer, so nothing is proved: nothing is published, nobody admitted and nobody shut."""
+    fleet(sim)
+    publish(sim, 1)
+    older = sim.disk.copy()
+    sim.crash()
+    sim.restart()
+    sim.settle()
+    publish(sim, 3)
+    sim.lose_journal(older)
+    sim.restart(silent=frozenset("b"))
+    sim.settle()
+    assert held(sim) == "behind"
+    assert code(sim.begin("v4", 4)) == "behind"
+    sim.start_replica("c")
+    assert code(sim.join("c")) == "behind"
+    call(sim, "a", "b")
+    assert serving(sim) == {"a": "0-3", "b": "0-3", "c": ""}
+    sim.crash()
+    sim.restart()
+    sim.settle()
+    assert held(sim) == "listening"
+    sim.do_hold_ends()
+    assert live(sim) == Version(0, 3)
+    sim.join("c")
+    sim.settle()
+    sim.begin("v4", 4)
+    sim.settle()
+    assert serving(sim) == {"a": "0-4", "b": "0-4", "c": "0-4"}
+    rest(sim)
+
+
+@story
+def an_older_journal_that_does_not_know_a_member(sim: Simulation) -> None:
+    """F11: the one that joined later is not called removed by a journal that has never heard of it."""
+    fleet(sim, "a")
+    older = sim.disk.copy()
+    sim.start_replica("b")
+    sim.join("b")
+    sim.settle()
+    publish(sim, 3)
+    sim.lose_journal(older)
+    sim.restart()
+    sim.settle()
+    assert held(sim) == "listening"
+    call(sim, "a", "b")
+    assert held(sim) == "behind"
+    assert code(sim.begin("v4", 4)) == "behind"
+    assert serving(sim) == {"a": "0-3", "b": "0-3"}
+    sim.adopt("ab")
+    sim.settle()
+    sim.begin("v4", 4)
+    sim.settle()
+    assert serving(sim) == {"a": "0-4", "b": "0-4"}
+    rest(sim)
+
+
+@story
+def two_coordinators_with_two_journals(sim: Simulation) -> None:
+    """F09: the fleet is adopted while its coordinator stands still; woken up, that is obeyed by nobody, and stops."""
+    fleet(sim)
+    publish(sim, 1)
+    frozen = sim.park()
+    sim.lose_journal()
+    sim.restart()
+    sim.adopt("ab")
+    sim.settle()
+    adopted = sim.park()
+    sim.unpark(frozen)
+    sim.begin("v2-old", 2)
+    sim.settle()
+    ended(sim, Outcome.REJECTED, "replica_fenced")
+    assert serving(sim) == {"a": "0-1", "b": "0-1"}
+    sim.do_poll("a")
+    sim.run()
+    assert sim.state is None
+    sim.restart()
+    assert held(sim) == "behind"
+    sim.settle()
+    sim.unpark(adopted)
+    sim.begin("v2", 2)
+    sim.settle()
+    assert serving(sim) == {"a": "0-2", "b": "0-2"}
+    rest(sim)
+
+
+@story
+def an_adopted_fleet_and_its_old_journal(sim: Simulation) -> None:
+    """F09: the first coordinator was dead while its fleet was adopted; started again, it does not take it back."""
+    fleet(sim)
+    publish(sim, 1)
+    old = sim.disk.copy()
+    sim.lose_journal()
+    sim.restart()
+    sim.adopt("ab", silent=frozenset("b"))
+    sim.settle()
+    assert standing(sim, "b") is Standing.LOST
+    assert code(sim.begin("v2", 2)) == "member_blocked"
+    adopted = sim.park()
+    sim.lose_journal(old)
+    sim.restart()
+    assert held(sim) == "behind"
+    sim.settle()
+    sim.unpark(adopted)
+    sim.do_poll("b")
+    sim.settle()
+    sim.begin("v2", 2)
+    sim.settle()
+    assert serving(sim) == {"a": "0-2", "b": "0-2"}
+    rest(sim)
+
+
+@story
+def a_member_wakes_up_after_it_was_declared_dead(sim: Simulation) -> None:
+    """F12: it hears that it was removed, shuts, and joins again in the same process as another incarnation."""
+    fleet(sim)
+    sim.do_lost("b")
+    sim.do_remove("b")
+    sim.begin("v1", 1)
+    sim.settle()
+    assert sim.replicas["b"].admission == ("start", "base")
+    call(sim, "b")
+    assert sim.replicas["b"].state.state is FrontState.ORPHANED
+    assert serving(sim) == {"a": "0-1", "b": ""}
+    sim.do_rejoin("b")
+    sim.settle()
+    assert sim.join("b") == Accepted("")
+    sim.settle()
+    assert serving(sim) == {"a": "0-1", "b": "0-1"}
+    rest(sim)
+
+
+@story
+def a_member_hears_that_it_was_removed_while_it_installs(sim: Simulation) -> None:
+    """F12: ranks that install are let finish; then what was never published to it is taken back."""
+    fleet(sim)
+    sim.begin("v1", 1)
+    sim.run(until=Phase.INSTALLING)
+    sim.run(hold=lambda packet: not packet.to)
+    assert sim.replicas["b"].state.state is FrontState.INSTALLED
+    sim.do_lost("b")
+    sim.do_remove("b")
+    sim.settle()
+    call(sim, "b")
+    assert sim.replicas["b"].state.state is FrontState.ORPHANED
+    sim.do_rejoin("b")
+    sim.settle()
+    assert sim.join("b") == Accepted("")
+    sim.settle()
+    assert serving(sim)["a"] == serving(sim)["b"]
+    rest(sim)
+
+
+@story
+def a_released_front_under_an_adopt(sim: Simulation) -> None:
+    """Between two installs the coordinator dies for good: released by hand, fronts are adopted as what they serve."""
+    fleet(sim)
+    sim.begin("v1", 1)
+    sim.run(until=Phase.INSTALLING)
+    sim.run(hold=lambda packet: not packet.to or packet.to == "b")
+    sim.lose_journal()
+    sim.wire = []
+    sim.restart()
+    sim.adopt("ab")
+    assert code(sim.answers[-1]) == "wrong_phase"
+    sim.now += 1000
+    sim.do_lease("b")
+    sim.do_release("a", ReleaseTo.PREVIOUS)
+    sim.settle()
+    assert serving(sim) == {"a": "start", "b": "start"}
+    call(sim, "a", "b")
+    sim.adopt("ab")
+    sim.settle()
+    sim.begin("v2", 2)
+    sim.settle()
+    assert serving(sim) == {"a": "0-2", "b": "0-2"}
+    assert sim.replicas["a"].state.released is None
+    rest(sim)
+
+
+@story
+def an_orphan_is_adopted(sim: Simulation) -> None:
+    """It was removed, and then the journal was lost: it counts like one that serves."""
+    fleet(sim)
+    publish(sim, 1)
+    sim.do_lost("b")
+    sim.do_remove("b")
+    call(sim, "b")
+    sim.lose_journal()
+    sim.restart()
+    call(sim, "a", "b")
+    assert serving(sim) == {"a": "0-1", "b": ""}
+    sim.adopt("ab")
+    sim.settle()
+    assert serving(sim) == {"a": "0-1", "b": "0-1"}
+    rest(sim)
+
+
+@story
+def two_coordinators_on_copies_of_one_journal(sim: Simulation) -> None:
+    """F61: the same fleet and the same epoch. The lower owner id is obeyed, and the other one stops."""
+    fleet(sim)
+    sim.crash()
+    copy = sim.disk.copy()
+    sim.restart()
+    sim.settle()
+    first = sim.park()
+    sim.disk = copy
+    sim.restart(silent=frozenset("ab"))  # both asked before either was heard
+    second = sim.park()
+    assert (first.state and first.state.epoch) == (second.state and second.state.epoch)
+    sim.unpark(second)
+    sim.do_poll("a")
+    sim.run()
+    assert sim.replicas["a"].state.owner == (first.state and first.state.owner)
+    sim.run()
+    assert held(sim) == "behind"
+    sim.park()
+    sim.unpark(first)
+    sim.begin("v1", 1)
+    sim.settle()
+    assert serving(sim) == {"a": "0-1", "b": "0-1"}
     rest(sim)
 
 

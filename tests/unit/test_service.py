@@ -37,6 +37,7 @@ ROUTES = {
     "GET /v1/history",
     "POST /v1/fleet/replicas",
     "GET /v1/fleet/replicas/{replica}",
+    "POST /v1/fleet/replicas/{replica}/claim",
     "DELETE /v1/fleet/replicas/{replica}",
     "POST /v1/fleet/adopt",
     "GET /healthz",

@@ -157,6 +157,7 @@ def coordinator(home: Path, roots: Sequence[Path], token: str = "") -> Iterator[
             "-m",
             "updater.cli.main",
             "serve",
+            "--new-fleet",
             "--port",
             str(port),
             "--state",

@@ -118,6 +118,10 @@ def serve(
     ] = None,
     history: Annotated[int, typer.Option(min=1, help="Requests whose receipts are kept whole.")] = 1000,
     allow_suspicious: Suspicious = None,
+    new_fleet: Annotated[
+        bool,
+        typer.Option("--new-fleet", help="On an empty journal: do not wait for replicas of an older fleet to call."),
+    ] = False,
 ) -> None:
     """Run the coordinator. Tokens come from LIVEWEIGHTS_ADMIN_TOKEN and LIVEWEIGHTS_INFERENCE_TOKEN."""
     with _errors(False):
@@ -130,7 +134,10 @@ def serve(
         roots, tokens = tuple(root or ()), Tokens.from_env()
         settings = Settings(state, fleet, host, port, roots, tokens, history=history)
         settings = replace(
-            settings, allow_suspicious=tuple(allow_suspicious or ()), allow_networks=tuple(allow_network or ())
+            settings,
+            allow_suspicious=tuple(allow_suspicious or ()),
+            allow_networks=tuple(allow_network or ()),
+            new_fleet=new_fleet,
         )
         try:
             run(settings, take_over=take_over)

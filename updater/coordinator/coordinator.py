@@ -12,10 +12,12 @@ import logging
 import secrets
 from collections.abc import Callable
 
+from updater.coordinator.callers import Callers
 from updater.coordinator.clock import Clock, LoopClock
 from updater.coordinator.desk import Desk
 from updater.coordinator.joins import Joins, remembered
 from updater.coordinator.journal import Journal, JournalFailed
+from updater.coordinator.journal import Member as Known
 from updater.coordinator.machine import Machine
 from updater.coordinator.membership import Contact, Directory, Probe
 from updater.coordinator.metrics import Metrics
@@ -24,16 +26,18 @@ from updater.coordinator.participants import HttpParticipant, ParticipantFactory
 from updater.coordinator.progress import ProgressPoll
 from updater.coordinator.recover import Found, Recovery
 from updater.coordinator.requests import checked_manifest
+from updater.coordinator.updates import failure_body
 from updater.core import events as ev
-from updater.core.effects import Finish, Started
-from updater.core.errors import Failure
-from updater.core.participant import DiskOffer, Kind
+from updater.core.effects import Denied, Finish, Started
+from updater.core.errors import Failure, Unavailable
+from updater.core.participant import Call, Claim, Claimed, DiskOffer, Kind
 from updater.core.state import FleetState, Phase, Standing
 from updater.schemas import FleetState as FleetView
 from updater.schemas import MemberState, VersionState
 from updater.settings import Settings
 
 _log = logging.getLogger("liveweights.coordinator")
+NO_ANSWER = Failure("internal", "a call was not answered")
 
 
 def http_participants(settings: Settings) -> ParticipantFactory:
@@ -61,7 +65,7 @@ class Coordinator:
         feed = self._machine.feed
         self._outbox = Outbox(self._clock, deadlines, self._directory.participant, feed, self._unanswered)
         self._machine.attach(self._outbox)
-        self.probe = Probe(self._directory, self._clock, deadlines, lambda: self.state.members, feed)
+        self.probe = Probe(self._directory, self._clock, deadlines, lambda: self.state.members, feed, self._look_again)
         self.desk = Desk(settings, self._journal, self._machine, self._clock, self.metrics)
         self.joins = Joins(make, self._directory, self._journal, self._machine, self.desk, deadlines)
         self._staging = ProgressPoll(
@@ -71,6 +75,9 @@ class Coordinator:
         self._owning: asyncio.Task[None] | None = None
         self._recovered = False
         self._owner = secrets.token_hex(8)
+        self._callers = Callers(self._clock, deadlines.watch_s)
+        self._recovery = Recovery(self._journal, self._directory, self._make, settings, self._clock, self._owner)
+        self._leads_nobody = self._adopting = False
 
     # -- life
 
@@ -79,8 +86,7 @@ class Coordinator:
         if self._journal.new:
             where, fleet = self.settings.state_folder, self.settings.fleet
             _log.warning("a new journal in %s: fleet %r begins without history", where, fleet)
-        recovery = Recovery(self._journal, self._directory, self._make, self.settings, self._clock)
-        self._go_on(await recovery.run(self._owner))
+        self._go_on(await self._recovery.run())
         await self.probe.once()
         self._recovered = True
         loop = asyncio.get_running_loop()
@@ -95,10 +101,31 @@ class Coordinator:
                 self._journal.must_own()
 
     def _go_on(self, found: Found) -> None:
-        if found.refusal is not None:
-            _log.error("this fleet has history that the journal does not know: %s", found.refusal.message)
+        hold = found.state.hold
+        self._leads_nobody = hold is not None and hold.code == "behind"
         self.desk.recover(found)
         self._machine.begin(found.state, found.effects)
+        if hold is not None and hold.code == "listening":
+            # A front of an older fleet calls within one interval; two, since it may just have done so.
+            self._clock.call_later(2 * self.settings.deadlines.watch_s, lambda: self._machine.feed(ev.HoldEnded()))
+
+    async def _look_again(self) -> None:
+        """After a round of probes: members that could not be led may say something else by now."""
+        hold = self.state.hold
+        if self._leads_nobody and self.stopped is None and hold is not None and hold.code == "behind":
+            with self._machine.journaled():
+                found = await self._recovery.again()
+            if found.state.hold != hold:
+                self._go_on(found)
+
+    def _hold_changed(self, before: Failure | None) -> None:
+        hold = self.state.hold
+        if hold == before:
+            return
+        if hold is None:
+            _log.warning("holds no longer: updates and joins are taken")
+        else:
+            _log.error("holds (%s), publishes nothing and admits nobody: %s; %s", hold.code, hold.message, hold.hint)
 
     async def wind_down(self) -> None:
         """Take nothing in, abort what is undecided, let what is decided finish within the deadline."""
@@ -152,6 +179,7 @@ class Coordinator:
     # -- what the machine tells (`machine.Owner`)
 
     def on_moved(self, before: FleetState, after: FleetState) -> None:
+        self._hold_changed(before.hold)
         self.desk.moved(before, after)
         if after.phase is not before.phase:
             self._watch_staging(after)
@@ -176,6 +204,8 @@ class Coordinator:
             self._directory.answered(event.replica)
         if isinstance(event, ev.Replied):
             self.desk.heard(event)
+            if event.verb == "lead":
+                self.joins.obeyed(event.replica)
 
     def on_started(self, started: Started) -> None:
         self.desk.started(started)
@@ -191,7 +221,12 @@ class Coordinator:
 
     def on_stopped(self, failure: Failure) -> None:
         self._staging.end()
+        self._outbox.drop()
         self.desk.stop(failure)
+        if failure.code == "taken_over":
+            _log.error("stops: %s; %s", failure.message, failure.hint)
+            with contextlib.suppress(JournalFailed):  # the fleet is another's now; so the next life knows it
+                self._journal.put_taken_over()
         self._on_stop(failure)
 
     def _unanswered(self, replica: str, refused: bool) -> None:
@@ -214,6 +249,7 @@ class Coordinator:
             self._recovered
             and self.stopped is None
             and self.desk.closed is None
+            and self.state.hold is None
             and any(member.standing is Standing.OK for member in self.state.members)
         )
 
@@ -246,6 +282,9 @@ class Coordinator:
         running = next((each.id for each in self.desk.running if serial and each.serial == serial), None)
         return FleetView(
             fleet=self.settings.fleet,
+            identity=self.identity,
+            hold=failure_body(state.hold) if state.hold is not None else None,
+            strangers=self._callers.strangers(),
             epoch=state.epoch,
             phase=Phase.STOPPED.value if self.stopped is not None else state.phase.value,
             live_version=self.live_version,
@@ -255,26 +294,67 @@ class Coordinator:
             members=self.members(),
         )
 
+    @property
+    def identity(self) -> str:
+        """Of the fleet, or empty while it has never published anything."""
+        return self.state.fleet if self.state.has_history else ""
+
+    def claim(self, call: Call, url: str) -> Claimed:
+        """What a front is told that asks whether it is still a member. Raises Unavailable, which says nothing, while
+        that is not known for certain.
+        """
+        if not self._recovered or self._adopting or self.stopped is not None:
+            raise Unavailable(Failure("shut", "the coordinator is recovering, or stops"))
+        answer = self._machine.ask(ev.Called(call))
+        if not isinstance(answer, Claimed):
+            raise Unavailable(*answer.failures) if isinstance(answer, Denied) else Unavailable(NO_ANSWER)
+        self._callers.heard(call, url, known=answer.claim is Claim.MEMBER)
+        return answer
+
     async def adopt(self, members: list[tuple[str, str]]) -> None:
-        """Take over a fleet with history under an empty journal. Raises LiveweightsError."""
+        """Take over a fleet whose journal is lost: answers once every front that can be reached obeys. Raises
+        LiveweightsError.
+        """
         self.desk.must_run()
-        if self.state.live is not None or self.state.members:
-            raise self.desk.error(Failure("wrong_phase", "this coordinator has a fleet already"))
+        hold = self.state.hold
+        if (hold is None and self.state.has_history) or self._adopting:
+            hint = "only a coordinator whose journal is empty, or behind, adopts a fleet"
+            raise self.desk.error(Failure("wrong_phase", "this coordinator has a fleet already", hint=hint))
+        self._adopting = True
+        try:
+            with self._machine.journaled():
+                await self._adopt(members)
+        finally:
+            self._adopting = False
+
+    async def _adopt(self, members: list[tuple[str, str]]) -> None:
+        """Whoever waits here to be admitted asks again, as joiners do."""
+        named = dict(members)
         known = []
-        for replica, url in members:
-            participant = self.joins.reach(replica, url)
-            description = await self.joins.describe(replica, url, participant)
-            contact = Contact(participant, description, description.status)
+        for replica, participant in {name: self.joins.reach(name, url) for name, url in named.items()}.items():
+            contact = Contact(participant)
             self._directory.put(replica, contact)
-            known.append(remembered(contact))
-        recovery = Recovery(self._journal, self._directory, self._make, self.settings, self._clock)
-        with self._machine.journaled():
-            found = await recovery.adopt(self._owner, known)
-            if found.refusal is not None:
-                raise self.desk.error(found.refusal)
-            for member in known:
-                self._journal.put_member(member)
+            known.append(await self._named(replica, named[replica], contact))
+        found = await self._recovery.adopt(known)
+        for member in self._journal.members():
+            self._journal.forget_member(member.replica)
+        for member in known:
+            self._journal.put_member(member)
+        for replica in {member.replica for member in self.state.members} - set(named):
+            self._directory.remove(replica)
+        self._callers.forget(named)
         self._go_on(found)
+        await self.probe.once()
+
+    async def _named(self, replica: str, url: str, contact: Contact) -> Known:
+        """A front that an operator named. One that does not answer is adopted too, as whatever it turns out to be."""
+        try:
+            description = await self.joins.describe(replica, url, contact.participant)
+        except Unavailable as silence:
+            _log.warning("adopted without an answer: %s", silence)
+            return Known(replica, "", url)
+        contact.description, contact.status = description, description.status
+        return remembered(contact)
 
     # -- manifests
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 from updater.coordinator.desk import Desk
@@ -40,6 +41,7 @@ class Joins:
         self._machine, self._desk, self._deadlines = machine, desk, deadlines
         self._locks: dict[str, asyncio.Lock] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._obeys: dict[str, asyncio.Event] = {}
 
     async def join(self, replica: str, url: str) -> MemberState:
         """Take a front in: the machine admits it, brings it to the live version, or says why not."""
@@ -54,10 +56,27 @@ class Joins:
             except BaseException:
                 await participant.close()
                 raise
+        await self._obedience(replica)
         member = self._machine.state.member(replica)
         if member is None:
             raise self._desk.error(Failure("replica_lost", "it left while it joined", replica=replica))
         return self._directory.view(member)
+
+    async def _obedience(self, replica: str) -> None:
+        """Until it has heard the coordinator's first word, so that the next update may enlist it. Not for long."""
+        member = self._machine.state.member(replica)
+        if member is None or member.owed is None or member.owed.verb != "lead":
+            return
+        said = self._obeys.setdefault(replica, asyncio.Event())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(said.wait(), self._deadlines.status_s)
+        self._obeys.pop(replica, None)
+
+    def obeyed(self, replica: str) -> None:
+        """The first word was acknowledged."""
+        said = self._obeys.get(replica)
+        if said is not None:
+            said.set()
 
     def reach(self, replica: str, url: str) -> Participant:
         """The participant at a URL that came from outside."""

@@ -23,6 +23,7 @@ from updater.core.effects import Record, RecordKind
 from updater.core.errors import Failure, LiveweightsError
 
 _ROOM = 512 << 10
+_GONE = 1000  # how many of the last that were removed or replaced are remembered
 _REQUEST = "id, serial, kind, body_hash, body, created, receipt, facts"
 
 
@@ -136,6 +137,20 @@ class Journal:
         rows = self._read("SELECT identity FROM lineage WHERE fleet = ?", self._fleet)
         return str(rows[0][0]) if rows else ""
 
+    def adopt(self, identity: str) -> None:
+        """From now on this is the journal of that fleet."""
+        with self._owned() as db:
+            db.execute("INSERT OR REPLACE INTO lineage VALUES (?, ?, 0)", (self._fleet, identity))
+
+    def taken_over(self) -> bool:
+        """Whether this fleet's coordinator was once refused because another one led it."""
+        rows = self._read("SELECT taken_over FROM lineage WHERE fleet = ?", self._fleet)
+        return bool(rows and rows[0][0])
+
+    def put_taken_over(self) -> None:
+        with self._owned() as db:
+            db.execute("UPDATE lineage SET taken_over = 1 WHERE fleet = ?", (self._fleet,))
+
     def _make_room(self) -> None:
         """Grow the log once to what some updates need."""
         for statement in ("INSERT INTO room VALUES (zeroblob(?))", "DELETE FROM room WHERE length(filler) = ?"):
@@ -244,13 +259,31 @@ class Journal:
     # -- members
 
     def put_member(self, member: Member) -> None:
+        """Another incarnation of the same replica is gone by that."""
         with self._owned() as db:
             values = (member.replica, member.incarnation, member.url, member.config_hash)
+            self._note_gone(db, member.replica, but=member.incarnation)
+            db.execute("DELETE FROM gone WHERE replica = ? AND incarnation = ?", values[:2])
             db.execute("INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?)", values)
 
     def remove_member(self, replica: str) -> None:
         with self._owned() as db:
+            self._note_gone(db, replica)
             db.execute("DELETE FROM members WHERE replica = ?", (replica,))
+
+    def forget_member(self, replica: str) -> None:
+        """As if it had never joined: nothing is said of it."""
+        with self._owned() as db:
+            db.execute("DELETE FROM members WHERE replica = ?", (replica,))
+
+    def _note_gone(self, db: sqlite3.Connection, replica: str, but: str | None = None) -> None:
+        gone = "SELECT replica, incarnation FROM members WHERE replica = ? AND incarnation IS NOT ?"
+        db.execute(f"INSERT INTO gone (replica, incarnation) {gone}", (replica, but))
+        db.execute("DELETE FROM gone WHERE seq <= (SELECT max(seq) FROM gone) - ?", (_GONE,))
+
+    def gone(self) -> tuple[tuple[str, str], ...]:
+        """(replica, incarnation) of the last that were removed or replaced, the oldest first."""
+        return tuple((row[0], row[1]) for row in self._read("SELECT replica, incarnation FROM gone ORDER BY seq"))
 
     def members(self) -> tuple[Member, ...]:
         return tuple(Member(*row) for row in self._read("SELECT * FROM members ORDER BY replica"))

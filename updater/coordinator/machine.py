@@ -20,6 +20,7 @@ from updater.core.effects import (
     Accepted,
     Admit,
     Append,
+    Claimed,
     ClearDeadline,
     Denied,
     Effect,
@@ -62,7 +63,7 @@ class Machine:
         self._outbox: Outbox | None = None
         self._queue: deque[ev.Event] = deque()
         self._running = False
-        self._answer: Accepted | Denied | None = None
+        self._answer: Accepted | Denied | Claimed | None = None
         self._deadline: Timer | None = None
         self._backoff: Timer | None = None
         self.stopped: Failure | None = None
@@ -83,7 +84,7 @@ class Machine:
         self._queue.append(event)
         self._work()
 
-    def ask(self, event: ev.ClientEvent) -> Accepted | Denied:
+    def ask(self, event: ev.ClientEvent) -> Accepted | Denied | Claimed:
         """Take a client's event and return its answer."""
         if self.stopped is not None:
             return Denied((self.stopped,))
@@ -91,7 +92,7 @@ class Machine:
             raise RuntimeError("a client's event inside a step")
         self._answer = None
         self.feed(event)
-        answer: Accepted | Denied | None = self._answer
+        answer: Accepted | Denied | Claimed | None = self._answer
         if answer is None:
             return Denied((self.stopped or Failure("internal", f"{type(event).__name__} was not answered"),))
         return answer
@@ -133,7 +134,7 @@ class Machine:
         """
         was_running, self._running = self._running, True
         try:
-            if before and (self.state.phase is not before.phase or self.state.update is not before.update):
+            if before and _moved(before, self.state):
                 self._owner.on_moved(before, self.state)
             for effect in effects:
                 self._perform(effect)
@@ -154,7 +155,7 @@ class Machine:
             case Append(record):
                 self._journal.append(record, self._clock.wall())
                 self._queue.append(ev.Recorded(record.kind.value, record.serial, record.attempt))
-            case Accepted() | Denied():
+            case Accepted() | Denied() | Claimed():
                 self._answer = effect
             case Started():
                 self._owner.on_started(effect)
@@ -204,3 +205,7 @@ class Machine:
 
 def _feeder(feed: Callable[[ev.Event], None], event: ev.Event) -> Callable[[], None]:
     return lambda: feed(event)
+
+
+def _moved(before: FleetState, after: FleetState) -> bool:
+    return (after.phase, after.hold) != (before.phase, before.hold) or after.update is not before.update

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
 from updater import wire
@@ -113,7 +113,8 @@ class Directory:
         if status is not None and status.incarnation != member.incarnation:
             status = None
         state = member.standing.value
-        if status is not None and member.standing in (Standing.OK, Standing.JOINING):
+        told = contact is not None and not contact.missed
+        if status is not None and (member.standing in (Standing.OK, Standing.JOINING) or (member.unled and told)):
             state = status.state.value
         spare = status.spare if status is not None else Spare(SpareState.UNKNOWN)
         if member.previous is not None:
@@ -144,15 +145,17 @@ class Probe:
         deadlines: Deadlines,
         members: Callable[[], tuple[Member, ...]],
         feed: Callable[[Event], None],
+        then: Callable[[], Awaitable[None]],
     ) -> None:
         self._directory, self._clock, self._deadlines = directory, clock, deadlines
-        self._members, self._feed = members, feed
+        self._members, self._feed, self._then = members, feed, then
 
     async def run(self) -> None:
         while True:
             await self._clock.sleep(self._deadlines.probe_every_s)
             try:
                 await self.once()
+                await self._then()
             except Exception as error:  # the fleet boundary: one odd answer must not blind the coordinator for ever
                 _log.error("a probe failed: %s: %s", type(error).__name__, error)
 
@@ -163,7 +166,7 @@ class Probe:
         for replica, status in answers.items():
             if status is None:
                 self.unanswered(replica, asked[replica])
-            elif status.incarnation == asked[replica]:
+            elif asked[replica] in ("", status.incarnation):
                 self._feed(Seen(replica, status))
             else:
                 # Another process answers there: the member is gone, whatever the newcomer does next.

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from updater.coordinator.clock import Clock
 from updater.coordinator.journal import Journal, Member, Request
 from updater.coordinator.membership import Contact, Directory
-from updater.coordinator.participants import ParticipantFactory
-from updater.core import recovery
+from updater.coordinator.participants import ParticipantFactory, Refusal, Unreachable
+from updater.core import adoption as adopting
+from updater.core import lineage, recovery
 from updater.core.effects import Effect, Outcome, Record, RecordKind, Result
-from updater.core.errors import Failure
-from updater.core.participant import FrontStatus, Kind
+from updater.core.errors import Failure, Rejected
+from updater.core.participant import Fence, FenceRequest, FrontStatus, Kind
 from updater.core.state import FleetState
 from updater.settings import Settings
+
+_log = logging.getLogger("liveweights.coordinator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,34 +39,89 @@ class Found:
     effects: tuple[Effect, ...] = ()
     going_on: tuple[Request, ...] = ()
     ended: tuple[Ended, ...] = ()
-    refusal: Failure | None = None
 
 
 class Recovery:
-    """One recovery. Raises JournalFailed, OwnershipLost if another one takes the fleet over meanwhile."""
+    """One recovery, tried again while it may lead nobody. Raises JournalFailed, OwnershipLost if another one takes the
+    fleet over meanwhile.
+    """
 
     def __init__(
-        self, journal: Journal, directory: Directory, make: ParticipantFactory, settings: Settings, clock: Clock
+        self,
+        journal: Journal,
+        directory: Directory,
+        make: ParticipantFactory,
+        settings: Settings,
+        clock: Clock,
+        owner: str,
     ) -> None:
         self._journal, self._directory, self._make = journal, directory, make
-        self._settings, self._clock = settings, clock
+        self._settings, self._clock, self._owner = settings, clock, owner
+        self._older = False
 
-    async def run(self, owner: str) -> Found:
+    async def run(self) -> Found:
         """From what the journal knows."""
         # Claimed first: whoever owned the fleet appends nothing after what is read here.
-        epoch = self._journal.claim(owner)
+        epoch = self._journal.claim(self._owner)
+        return await self._find(epoch - 1)
+
+    async def again(self) -> Found:
+        """For a coordinator that could lead nobody: its members may say something else by now."""
+        return await self._find(self._journal.epoch())
+
+    async def _find(self, known_epoch: int) -> Found:
         records, members = self._journal.records(), self._journal.members()
         for member in members:
-            self._directory.put(member.replica, Contact(self._make(member.replica, member.url)))
+            if self._directory.get(member.replica) is None:
+                self._directory.put(member.replica, Contact(self._make(member.replica, member.url)))
         patient = bool(records) and records[-1].kind is RecordKind.DECIDED
         reports = await self._ask(members, patient)
-        return self._decide(owner, epoch, records, members, reports, adopt=False)
+        fleet, journal = self._journal.identity(), self._known(known_epoch, records, members)
+        survey = lineage.survey(fleet, journal, reports)
+        self._older |= survey.older
+        if survey.hold is not None:
+            return Found(lineage.nobody_led(fleet, journal, survey))
+        if survey.epoch > self._journal.epoch():
+            self._journal.claim(self._owner, survey.epoch - 1)
+        if records:  # without one nothing was ever said to anybody
+            reports = await self.lead(fleet, survey.epoch, members, reports)
+        found = recovery.recover(
+            fleet,
+            journal,
+            reports,
+            epoch=survey.epoch,
+            owner=self._owner,
+            older=self._older,
+            new_fleet=self._settings.new_fleet,
+        )
+        going_on, ended = self._sort(found.state, records)
+        return Found(found.state, found.effects, going_on, ended)
 
-    async def adopt(self, owner: str, members: Sequence[Member]) -> Found:
-        """Take over members with history under an empty journal. They are in the directory already."""
-        epoch = self._journal.epoch()
+    async def adopt(self, members: Sequence[Member]) -> Found:
+        """Take over fronts with history that an operator named. They are in the directory already. Answers once every
+        one that can be reached has acknowledged the new epoch. Raises LiveweightsError where they may not be adopted.
+        """
         reports = await self._ask(members, patient=False)
-        return self._decide(owner, epoch, (), members, reports, adopt=True)
+        journal = self._known(self._journal.epoch(), self._journal.records(), members)
+        adoption = adopting.may_adopt(journal, reports)
+        if journal.records and adoption.fleet != self._journal.identity():
+            hint = "adopt it with a coordinator on an empty state folder"
+            why = f"the journal is that of fleet {self._journal.identity()}, not {adoption.fleet}"
+            raise Rejected(adoption.refusal or Failure("wrong_phase", why, hint=hint))
+        if adoption.refusal is not None:
+            raise Rejected(adoption.refusal)
+        self._journal.claim(self._owner, adoption.epoch - 1)
+        reports = await self.lead(adoption.fleet, adoption.epoch, members, reports)
+        if not any(reports.values()):
+            raise Rejected(Failure("unreachable", "no front has acknowledged the new epoch", hint="adopt again"))
+        found = adopting.adopt(adoption, journal, reports, owner=self._owner)
+        self._journal.adopt(adoption.fleet)
+        return Found(found.state, found.effects)
+
+    def _known(self, epoch: int, records: tuple[Record, ...], members: Sequence[Member]) -> lineage.Journal:
+        known = tuple(lineage.KnownMember(m.replica, m.incarnation, m.url, m.config_hash) for m in members)
+        gone, serial = self._journal.gone(), self._journal.last_serial()
+        return lineage.Journal(records, known, epoch, serial, gone, self._journal.taken_over())
 
     async def _ask(self, members: Sequence[Member], patient: bool) -> dict[str, FrontStatus | None]:
         """Everybody's status. `patient`: a silent member would turn an update back, so it is asked again."""
@@ -76,26 +136,39 @@ class Recovery:
             reports |= await self._directory.ask_all(silent, deadlines.status_s)
         return reports
 
-    def _decide(
-        self,
-        owner: str,
-        epoch: int,
-        records: tuple[Record, ...],
-        members: Sequence[Member],
-        reports: dict[str, FrontStatus | None],
-        *,
-        adopt: bool,
-    ) -> Found:
-        known = tuple(recovery.KnownMember(m.replica, m.incarnation, m.url, m.config_hash) for m in members)
-        journal = recovery.Journal(records, known, epoch - 1, self._journal.last_serial())
-        found = recovery.recover(self._settings.fleet, journal, reports, adopt=adopt)
-        if found.state.epoch > epoch:
-            self._journal.claim(owner, found.state.epoch - 1)
-        going_on, ended = self._sort(found.state, records)
-        return Found(found.state, found.effects, going_on, ended, found.refusal)
+    async def lead(
+        self, fleet: str, epoch: int, members: Sequence[Member], reports: dict[str, FrontStatus | None]
+    ) -> dict[str, FrontStatus | None]:
+        """The first word of this life to every member that answered; what they answer to that is what counts."""
+        known = {member.replica: member.incarnation for member in members}
+        asked = {
+            replica: Fence(fleet, epoch, 0, 0, report.incarnation, self._owner)
+            for replica, report in reports.items()
+            if report is not None and known.get(replica) in ("", report.incarnation) and report.fleet in ("", fleet)
+        }
+        answers = await asyncio.gather(*(self._say(replica, fence) for replica, fence in asked.items()))
+        return {**reports, **dict(zip(asked, answers, strict=True))}
+
+    async def _say(self, replica: str, fence: Fence) -> FrontStatus | None:
+        """None for one that did not answer, twice, or that obeys another one: the probe will find out more."""
+        participant = self._directory.participant(replica)
+        for _ in range(2):
+            try:
+                if participant is not None:
+                    seconds = self._settings.deadlines.status_s
+                    status: FrontStatus = await participant.call("lead", FenceRequest(fence), seconds)
+                    return status
+            except Unreachable as silence:
+                _log.warning("%s does not answer: %s", replica, silence)
+            except Refusal as refusal:
+                _log.warning("%s does not obey: %s", replica, refusal)
+                return None
+        return None
 
     def _sort(self, state: FleetState, records: tuple[Record, ...]) -> tuple[tuple[Request, ...], tuple[Ended, ...]]:
-        """Of the requests without a receipt: which go on, and how the others ended."""
+        """Of the requests without a receipt: which go on, and how the others ended. An older journal cannot say."""
+        if state.hold is not None and state.hold.code == "behind":
+            return (), ()
         going_on, ended = [], []
         for request in self._journal.requests(running=True):
             mine = [record for record in records if record.serial == request.serial]

@@ -22,7 +22,7 @@ from updater.core.events import Begin
 from updater.core.flow import Moved, current, enter, present, undo
 from updater.core.participant import DiskOffer, Kind, Offer, Seats, StreamOffer
 from updater.core.policy import CommitMode, OnBusy, conflict
-from updater.core.requests import join_request, live
+from updater.core.requests import first_word, join_request, live
 from updater.core.state import FleetState, Member, Phase, Published, Standing, Transaction
 from updater.core.version import START, Version
 
@@ -70,6 +70,8 @@ def _begin_later(state: FleetState, event: Begin) -> Moved:
 
 def refusals(state: FleetState, event: Begin) -> tuple[Failure, ...]:
     """Why this cannot begin now, or ()."""
+    if state.hold is not None:
+        return (state.hold,)
     unsupported = conflict(event.policy)
     if unsupported is not None:
         return (Failure("mode_unsupported", unsupported),)
@@ -83,9 +85,9 @@ def refusals(state: FleetState, event: Begin) -> tuple[Failure, ...]:
 
 
 def candidates(state: FleetState, kind: Kind) -> tuple[Member, ...]:
-    """Who takes part: serving members, and for an update also who is joining."""
+    """Who takes part: serving members, and for an update also who is joining. Who is not led yet hears nothing."""
     standings = (Standing.OK,) if kind is Kind.ROLLBACK else (Standing.OK, Standing.JOINING)
-    return tuple(member for member in state.members if member.standing in standings)
+    return tuple(member for member in state.members if member.standing in standings and not member.unled)
 
 
 def _blocks(state: FleetState, kind: Kind) -> list[Failure]:
@@ -245,12 +247,15 @@ def never_began(state: FleetState, event: Begin, outcome: Outcome, failures: tup
 
 
 def _admissions(state: FleetState) -> Moved:
+    if state.hold is not None:
+        return state, ()
     joiners = [member for member in state.members if member.standing is Standing.JOINING and member.owed is None]
     if not joiners:
         return state, ()
     if state.live is None:
         return _publish_start(state, joiners[0])
-    effects: tuple[Effect, ...] = ()
+    state, effects = _leads(state, joiners)
+    joiners = [member for member in joiners if not member.unled]
     label = live(state)
     for member in joiners:
         if member.live == label.digest and member.gave_up_on != label:
@@ -262,6 +267,15 @@ def _admissions(state: FleetState) -> Moved:
     if behind and serving is not None and isinstance(serving.offer, DiskOffer):
         state, more = _catch_up(state, serving, behind[0])
         effects += more
+    return state, effects
+
+
+def _leads(state: FleetState, joiners: list[Member]) -> Moved:
+    effects: tuple[Effect, ...] = ()
+    for member in joiners:
+        if member.unled:
+            send = first_word(state, member)
+            state, effects = state.with_member(replace(member, owed=send)), (*effects, send)
     return state, effects
 
 
@@ -289,7 +303,9 @@ def start_published(state: FleetState) -> FleetState:
     if state.starting is None:
         raise LookupError("no publication of start is under way")
     label = Label(state.starting.version, state.starting.digest)
-    return replace(state, live=Published(label), highest=max(state.highest, label.version), starting=None)
+    # What was followed may be what the journal knew, with its source.
+    live = state.live if state.live is not None and state.live.label == label else Published(label)
+    return replace(state, live=live, highest=max(state.highest, label.version), starting=None)
 
 
 def _join(state: FleetState, member: Member) -> Moved:

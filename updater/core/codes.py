@@ -82,7 +82,7 @@ TABLE: dict[str, Code] = {
     "adopt_needed": Code(
         412,
         "The fleet has a history that the journal of this coordinator does not know.",
-        hint="start the coordinator on its old journal (--state), or POST /v1/fleet/adopt",
+        hint="start the coordinator on the journal of the fleet (--state); if that is lost: liveweights adopt",
     ),
     "no_members": Code(
         503, "No replica serves yet.", retry=True, hint="start one: liveweights engine MODEL --coordinator URL"
@@ -192,6 +192,30 @@ TABLE: dict[str, Code] = {
     ),
     "journal_failed": Code(
         503, "The coordinator cannot write its journal, or does not own it any more.", retry=True, hint="see its log"
+    ),
+    "listening": Code(
+        503,
+        "The journal is empty: nobody is admitted until replicas of an older fleet would have called.",
+        retry=True,
+        hint="wait some seconds, or start the coordinator with --new-fleet",
+    ),
+    "behind": Code(
+        503,
+        "The coordinator's journal is not the newest of its fleet: it publishes nothing and admits nobody.",
+        retry=True,
+        hint="start the coordinator on the newest journal; if that is lost: liveweights adopt",
+    ),
+    "taken_over": Code(
+        503,
+        "Another coordinator leads the fleet: this one has stopped.",
+        retry=True,
+        hint="use the other coordinator",
+    ),
+    "orphaned": Code(
+        503,
+        "The replica was removed from its fleet and is shut.",
+        retry=True,
+        hint="it joins again by itself; without a coordinator: liveweights release",
     ),
     "shut": Code(503, "The server is shut: it starts, stops, or installs.", retry=True),
     "queue_full": Code(503, "Too many requests wait for a version or an opening.", retry=True),

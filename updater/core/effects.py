@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from updater.core.errors import Failure
+from updater.core.participant import Claimed as Claimed
 from updater.core.participant import Fence, Kind, Offer
 from updater.core.policy import Policy
 from updater.core.version import Version
@@ -213,7 +214,8 @@ class Stop:
 
 
 Effect = (
-    Accepted
+    Claimed
+    | Accepted
     | Denied
     | Started
     | Finish

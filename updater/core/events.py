@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from updater.core.errors import Failure
-from updater.core.participant import Description, Fence, FrontStatus, Kind, Offer
+from updater.core.participant import Call, Description, Fence, FrontStatus, Kind, Offer
 from updater.core.policy import Policy
 from updater.core.version import Version
 
@@ -92,7 +92,14 @@ class Left:
     dead: bool = False
 
 
-ClientEvent = Begin | Seal | CommitRequested | AbortRequested | Joined | Left
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A front asks whether it is still a member. Answered by `Claimed` instead."""
+
+    call: Call
+
+
+ClientEvent = Begin | Seal | CommitRequested | AbortRequested | Joined | Left | Called
 
 # --- the update lease, not answered
 
@@ -164,6 +171,11 @@ class BackoffEnded:
     attempt: int
 
 
+@dataclass(frozen=True, slots=True)
+class HoldEnded:
+    """Two watch intervals went by since the start, and no front with history has called."""
+
+
 # --- from the journal
 
 
@@ -190,6 +202,7 @@ Event = (
     | AbortRequested
     | Joined
     | Left
+    | Called
     | LeaseExpired
     | Replied
     | Refused
@@ -197,6 +210,7 @@ Event = (
     | Seen
     | Deadline
     | BackoffEnded
+    | HoldEnded
     | Recorded
     | JournalFailed
 )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from updater.core import begin, events, flow, members
+from updater.core import begin, calls, events, flow, members
 from updater.core.effects import Accepted, Denied, Effect, Outcome, RecordKind, Stop
 from updater.core.errors import Failure
 from updater.core.flow import Moved
@@ -124,6 +124,8 @@ def _too_late(state: FleetState, update: str) -> Denied:
 
 
 def _replied(state: FleetState, event: events.Replied) -> Moved:
+    if event.verb == "lead":
+        return calls.led(state, event)
     if _is_awaited(state, event):
         return flow.acknowledge(state, event.replica, event.reply)
     debtor = members.owes(state, event.replica, event.verb, event.fence)
@@ -131,6 +133,8 @@ def _replied(state: FleetState, event: events.Replied) -> Moved:
 
 
 def _refused(state: FleetState, event: events.Refused) -> Moved:
+    if event.verb == "lead":
+        return calls.not_led(state, event)
     if _is_awaited(state, event):
         return flow.refusal(state, event.replica, event.failures)
     debtor = members.owes(state, event.replica, event.verb, event.fence)
@@ -197,10 +201,12 @@ _HANDLERS: dict[type, Callable[[FleetState, Any], Moved]] = {
     events.LeaseExpired: _lease_expired,
     events.Joined: members.joined,
     events.Left: members.left,
+    events.Called: calls.called,
+    events.HoldEnded: calls.hold_ended,
     events.Replied: _replied,
     events.Refused: _refused,
     events.Lost: _lost,
-    events.Seen: members.seen,
+    events.Seen: calls.seen,
     events.Deadline: _deadline,
     events.BackoffEnded: _backoff_ended,
     events.Recorded: _recorded,

@@ -25,7 +25,7 @@ from updater.core.effects import (
 )
 from updater.core.errors import Failure
 from updater.core.participant import Kind
-from updater.core.requests import phase_request
+from updater.core.requests import first_word, phase_request
 from updater.core.state import FleetState, Member, Phase, Published, Standing, Transaction
 from updater.core.table import SKIPPED, TABLE, TIME_CODES, Row, backoff_s
 from updater.core.votes import collect, objection, verdict
@@ -87,7 +87,10 @@ def begin_round(state: FleetState) -> Moved:
     timer: tuple[Effect, ...] = ()
     if row.seconds is not None:
         timer = (SetDeadline(row.phase.value, update.serial, update.attempt, row.seconds(update.policy)),)
-    sends = tuple(phase_request(state, update, member) for member in asked)
+    # Found silent by a recovery, a member hears first whom it has to obey; what it owes follows.
+    sends = tuple(
+        first_word(state, member) if member.unled else phase_request(state, update, member) for member in asked
+    )
     after, effects = proceed(state)
     return after, (*timer, *sends, *effects)
 

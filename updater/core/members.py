@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from updater.core.effects import Accepted, Admit, Denied, Effect, Forget, Send
 from updater.core.errors import Failure
-from updater.core.events import Joined, Left, Refused, Replied, Seen
+from updater.core.events import Joined, Left, Refused, Replied
 from updater.core.flow import Moved, back_on_old, drop_out, stop_waiting, trouble
 from updater.core.participant import (
     Description,
@@ -22,10 +22,12 @@ from updater.core.participant import (
     ResumeRequest,
     SpareState,
 )
-from updater.core.requests import live
+from updater.core.requests import first_word, live
 from updater.core.state import FleetState, Member, Phase, Standing
 from updater.core.table import TABLE
 
+#: How many of the last that were removed or replaced are told so if they ever call.
+GONE_KEPT = 1000
 _INSTALLED = (FrontState.INSTALLING, FrontState.INSTALLED, FrontState.INVALIDATED, FrontState.RESTORING)
 
 
@@ -36,8 +38,10 @@ def joined(state: FleetState, event: Joined) -> Moved:
     known = state.member(status.replica)
     if known is not None and known.incarnation == status.incarnation:
         # Asking again is how a joiner gets another try at what an admission or a catch-up failed to reach.
-        after, more = seen(state.with_member(replace(known, gave_up_on=None)), Seen(status.replica, status))
+        known = replace(known, gave_up_on=None)
+        after, more = seen(state.with_member(known), known, status)
         return after, (Accepted(""), *more)
+    state = _with_history(state, status)
     problem = _join_problem(state, known, event)
     if problem is not None:
         return state, (Denied((problem,)),)
@@ -45,13 +49,44 @@ def joined(state: FleetState, event: Joined) -> Moved:
     if known is not None:
         gone = Failure("replica_lost", "came back as another process", replica=known.replica)
         state, effects = removed(state, known.replica, gone)
-    return state.with_member(_newcomer(description)), (Accepted(""), *effects)
+    # It may have used serials that this journal never heard of; what it calls dead stays dead.
+    others = tuple(pair for pair in state.gone if pair != (status.replica, status.incarnation))
+    state = replace(state, serial=max(state.serial, status.serial), gone=others)
+    newcomer = _newcomer(state, description)
+    if newcomer.unled and state.live is not None and state.hold is None:
+        # At once, also beside an update: who obeys may be enlisted in the next one.
+        newcomer = replace(newcomer, owed=first_word(state, newcomer))
+    greeting = (newcomer.owed,) if newcomer.owed is not None else ()
+    return state.with_member(newcomer), (Accepted(""), *effects, *greeting)
+
+
+def _with_history(state: FleetState, status: FrontStatus) -> FleetState:
+    """A coordinator without history that hears of one may not begin another beside it (I11)."""
+    if state.has_history or not status.fleet:
+        return state
+    return replace(state, hold=adopt_needed(status.replica, status.fleet))
+
+
+def adopt_needed(replica: str, fleet: str) -> Failure:
+    return Failure(
+        "adopt_needed",
+        f"belongs to fleet {fleet}, and this coordinator's journal is empty",
+        replica=replica,
+        hint="start the coordinator on the fleet's journal; if that is lost: POST /v1/fleet/adopt",
+    )
 
 
 def _join_problem(state: FleetState, known: Member | None, event: Joined) -> Failure | None:
     status, config = event.description.status, event.description.config_hash
+    if state.hold is not None and state.hold.code != "listening":
+        return state.hold
     if status.fleet not in ("", state.fleet):
-        return Failure("bad_request", f"belongs to fleet {status.fleet!r}", replica=status.replica)
+        return Failure(
+            "bad_request",
+            f"belongs to fleet {status.fleet!r}, this is fleet {state.fleet!r}",
+            replica=status.replica,
+            hint="restart the replica to let it join another fleet",
+        )
     if known is not None and known.standing is not Standing.LOST and not event.old_gone:
         return Failure("replica_id_taken", "another live process holds this id", replica=status.replica)
     if status.state is FrontState.OPEN and state.live is None:
@@ -64,7 +99,7 @@ def _join_problem(state: FleetState, known: Member | None, event: Joined) -> Fai
     return None
 
 
-def _newcomer(description: Description) -> Member:
+def _newcomer(state: FleetState, description: Description) -> Member:
     status = description.status
     return Member(
         replica=status.replica,
@@ -75,7 +110,13 @@ def _newcomer(description: Description) -> Member:
         url=description.url,
         config_hash=description.config_hash,
         ranks=status.ranks,
+        unled=not obeys(state, status),
     )
+
+
+def obeys(state: FleetState, status: FrontStatus) -> bool:
+    """Whether it has heard the first word of this coordinator's life."""
+    return (status.fleet, status.epoch, status.owner) == (state.fleet, state.epoch, state.owner)
 
 
 def left(state: FleetState, event: Left) -> Moved:
@@ -96,7 +137,10 @@ def left(state: FleetState, event: Left) -> Moved:
 
 def removed(state: FleetState, replica: str, failure: Failure) -> Moved:
     """The member is no more: nobody waits for it and nothing is sent to it."""
+    member = state.member(replica)
     state, effects = lost(state, replica, failure)
+    if member is not None:
+        state = replace(state, gone=(*state.gone, (replica, member.incarnation))[-GONE_KEPT:])
     after, more = stop_waiting(state.without_member(replica), replica)
     return after, (*effects, Forget(replica), *more)
 
@@ -133,20 +177,24 @@ def broken(state: FleetState, replica: str, failure: Failure) -> Moved:
 # --- and its end
 
 
-def seen(state: FleetState, event: Seen) -> Moved:
-    """A status poll. A late one may be old news: it clears silence only where nothing is owed, and says nothing of an
-    installation whose end the member has acknowledged.
+def seen(state: FleetState, member: Member, status: FrontStatus) -> Moved:
+    """What a member says of itself. A late word may be old news: it clears silence only where nothing is owed, and says
+    nothing of an installation whose end the member has acknowledged.
     """
-    member, status = state.member(event.replica), event.status
-    if member is None or member.incarnation != status.incarnation:
-        return state, ()
+    if member.unled:
+        return state, ((first_word(state, member),) if state.hold is None and state.live is not None else ())
     if status.state in (FrontState.BROKEN, FrontState.QUARANTINED):
         code = "rank_died" if status.state is FrontState.BROKEN else "rank_failed"
-        return broken(state, event.replica, status.failure or Failure(code, f"is {status.state.value}"))
+        return broken(state, member.replica, status.failure or Failure(code, f"is {status.state.value}"))
     if state.phase is not Phase.IDLE or state.live is None:
         return state, ()
     if member.owed is not None:
         return state, (member.owed,)  # it is reachable: ask again, also if it refused before
+    if status.state is FrontState.ORPHANED and member.standing is Standing.LOST:
+        # Shut, and told by another life of this fleet that it is no member: taken in like a joiner.
+        return state.with_member(
+            replace(member, standing=Standing.JOINING, admitted=False, live=status.live_digest)
+        ), ()
     if status.state in _INSTALLED and member.standing is not Standing.OK:
         return _take_back(state, member)
     if member.standing is Standing.LOST or (member.standing is Standing.JOINING and _serves_live(state, status)):

@@ -5,8 +5,8 @@ problem document whose `failures` become a refusal. As a Ray actor each verb is 
 
 Rules for every verb:
 
-- every request carries a `Fence`. An older (epoch, serial, attempt) or another incarnation is refused with
-  `replica_fenced` and has no effect;
+- every request carries a `Fence`. Another fleet, epoch, owner or incarnation, or an older (serial, attempt), is refused
+  with `replica_fenced` and leaves no mark. Only `lead` changes which fleet, epoch and owner a front obeys (I11);
 - every verb is idempotent by (serial, attempt): a repeated call joins the running one or gets the first answer again;
 - a refusal has no effect on what serves;
 - `install`, `invalidate` and `restore` may not be refused for any reason but the state table: what they need was
@@ -15,6 +15,7 @@ Rules for every verb:
 | verb | when | how often | may it refuse |
 |---|---|---|---|
 | describe | before a join, any time | any | no |
+| lead | a coordinator's first word: at its start, to a joiner, when it adopts | any | another fleet, an older epoch |
 | join | after describe, fleet idle | once per incarnation | another fleet, another live digest |
 | plan | PLANNING | once per update | yes: names, shapes, dtypes, coverage, space, modes |
 | stage | STAGING | once per update | yes: read errors, changed source, non-finite values |
@@ -41,6 +42,7 @@ from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode
 
 VERBS = (
     "describe",
+    "lead",
     "join",
     "plan",
     "stage",
@@ -76,6 +78,7 @@ class FrontState(StrEnum):
     INSTALLED = "installed"
     INVALIDATED = "invalidated"
     RESTORING = "restoring"
+    ORPHANED = "orphaned"
     QUARANTINED = "quarantined"
     BROKEN = "broken"
 
@@ -90,13 +93,18 @@ class SpareState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Who is talking about what. Ordered by (epoch, serial, attempt); the incarnation must be equal."""
+    """Who is talking about what. Ordered by (epoch, serial, attempt); the rest must be equal.
+
+    `fleet`: the random identity of the fleet (I11), not its name. `owner`: random id of one life of a coordinator; two
+    that were started on copies of one journal differ in nothing else.
+    """
 
     fleet: str
     epoch: int
     serial: int
     attempt: int
     incarnation: str
+    owner: str = ""
 
     def order(self) -> tuple[int, int, int]:
         return (self.epoch, self.serial, self.attempt)
@@ -153,7 +161,7 @@ class FrontStatus:
 
     replica: str
     incarnation: str
-    fleet: str  # "" before the first join
+    fleet: str  # "" before a coordinator has led it
     epoch: int
     serial: int
     attempt: int
@@ -170,6 +178,8 @@ class FrontStatus:
     released: Released | None = None  # until a coordinator has published since
     ranks: int = 0  # how many worker processes it has; 0: not said
     progress: Progress | None = None  # while it stages
+    owner: str = ""  # whom it obeys in this epoch
+    unclaimed: bool = False  # its coordinator does not know it: it serves on and obeys nothing until it is led
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +396,7 @@ class StatusRequest:
 
 @dataclass(frozen=True, slots=True)
 class FenceRequest:
-    """A verb that needs nothing but its fence: seal, renew, install, restore."""
+    """A verb that needs nothing but its fence: lead, seal, renew, install, restore."""
 
     fence: Fence
 
@@ -410,10 +420,45 @@ class ReleaseRequest:
     to: ReleaseTo
 
 
+# --- asked by a front of its coordinator, every few seconds: `POST /v1/fleet/replicas/{id}/claim`
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Am I still a member? What the front obeys (`fleet`, `epoch`, `serial`), and what it holds as live."""
+
+    replica: str
+    incarnation: str
+    fleet: str
+    epoch: int
+    serial: int
+    version: str
+    digest: str
+    state: FrontState
+
+
+class Claim(StrEnum):
+    """What a coordinator says to a call. Only these three documents count; silence and any other answer say nothing."""
+
+    MEMBER = "member"
+    REMOVED = "removed"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """`fleet`, `epoch`: of the coordinator that says it; `fleet` is empty while it has none."""
+
+    claim: Claim
+    fleet: str
+    epoch: int
+
+
 #: verb -> (request type, reply type)
 MESSAGES: dict[str, tuple[type, type]] = {
     "describe": (StatusRequest, Description),
     "status": (StatusRequest, FrontStatus),
+    "lead": (FenceRequest, FrontStatus),
     "join": (JoinRequest, Ack),
     "plan": (PlanRequest, PlanReply),
     "stage": (StageRequest, StageReply),

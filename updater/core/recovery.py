@@ -2,76 +2,87 @@
 
 Nothing recorded: abort. `decided`: forward only if every participant reports that it installed exactly this, or if one
 already serves it; else revert. `reverted`: finish restoring. `published`: forward only. Whatever a catch-up left
-installed is taken back. Pure: the shell asks every known member for its status first, and feeds what follows.
+installed is taken back.
+
+Pure: the shell asks every known member for its status, lets `survey` say under which epoch they may be led, says `lead`
+to those that answered, and feeds `recover` what they answered to that. A journal that turns out not to be the newest
+of its fleet shuts nobody (I11): the newest version that all its members prove is followed, or nothing is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from updater.core.effects import Append, Effect, Label, Outcome, Record, RecordKind
 from updater.core.errors import Failure
 from updater.core.flow import Moved, enter
+from updater.core.lineage import (
+    LISTENING,
+    PAUSED,
+    SHUT_INSTALLED,
+    Journal,
+    KnownMember,
+    Reports,
+    held,
+    holds,
+    otherwise,
+    replay,
+    survey,
+    unproved,
+)
+from updater.core.members import GONE_KEPT, adopt_needed, obeys
 from updater.core.participant import FrontState, FrontStatus, Kind, SpareState
 from updater.core.policy import Policy
-from updater.core.requests import phase_request
+from updater.core.requests import first_word, phase_request
 from updater.core.state import FleetState, Member, Phase, Published, Standing, Transaction
 from updater.core.version import START, Version
 
 RESTARTED = Failure("coordinator_restarted", "the coordinator was restarted before this update was published")
 
-SHUT_INSTALLED = (FrontState.INSTALLING, FrontState.INSTALLED, FrontState.INVALIDATED, FrontState.RESTORING)
-PAUSED = (FrontState.CLOSING, FrontState.PAUSED)
+SHUT_JOINING = (FrontState.JOINING, FrontState.ORPHANED)
 DONE_INSTALLING = (FrontState.INSTALLED, FrontState.INVALIDATED)
 
 
 @dataclass(frozen=True, slots=True)
-class KnownMember:
-    """What the journal says of a member."""
-
-    replica: str
-    incarnation: str
-    url: str = ""
-    config_hash: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Journal:
-    """What the shell read. `records` oldest first; `epoch`, `serial`: the highest ever used."""
-
-    records: tuple[Record, ...] = ()
-    members: tuple[KnownMember, ...] = ()
-    epoch: int = 0
-    serial: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Recovery:
-    """Where to go on: perform `effects`, then step as usual. With `refusal` set: do not serve at all."""
+    """Where to go on: perform `effects`, then step as usual."""
 
     state: FleetState
     effects: tuple[Effect, ...] = ()
-    refusal: Failure | None = None
 
 
-Reports = Mapping[str, FrontStatus | None]
+def recover(
+    fleet: str,
+    journal: Journal,
+    reports: Reports,
+    *,
+    epoch: int = 0,
+    owner: str = "",
+    older: bool = False,
+    new_fleet: bool = False,
+) -> Recovery:
+    """`reports`: what every member answered to `lead`, None for a silent one. `epoch`, `older`: what the survey found.
 
-
-def recover(fleet: str, journal: Journal, reports: Reports, *, adopt: bool = False) -> Recovery:
-    """`reports`: status of every member that could be asked, None for a silent one.
-
-    A fleet with history and an empty journal needs `adopt`: it may be the wrong journal.
+    `new_fleet`: nobody needs to listen for replicas of a fleet that this journal does not know.
     """
     answered = [report for report in reports.values() if report is not None]
     state = FleetState(
         fleet=fleet,
-        epoch=1 + max([journal.epoch, *(r.epoch for r in journal.records), *(r.epoch for r in answered)]),
+        epoch=epoch or survey(fleet, journal, reports).epoch,
         serial=max([journal.serial, *(r.serial for r in journal.records), *(r.serial for r in answered)]),
+        owner=owner,
+        hold=None if new_fleet or (journal.records and journal.members) else LISTENING,
+        gone=journal.gone,
     )
     if not journal.records:
-        return _without_history(state, journal, reports, adopt=adopt)
-    state = _replay(state, journal.records)
+        return Recovery(_without_history(state, journal, reports))
+    state = replay(state, journal.records)
+    if older or otherwise(state, journal, reports):
+        hold = unproved(journal, reports)
+        if hold is not None:
+            return Recovery(held(state, journal, hold))
+        return _follow(replace(state, hold=None if new_fleet else LISTENING), journal, reports)
     state = _with_members(state, journal, reports)
     after, effects = _go_on(state, journal.records, reports)
     return Recovery(after, effects)
@@ -80,43 +91,37 @@ def recover(fleet: str, journal: Journal, reports: Reports, *, adopt: bool = Fal
 # --- an empty journal
 
 
-def _without_history(state: FleetState, journal: Journal, reports: Reports, *, adopt: bool) -> Recovery:
+def _without_history(state: FleetState, journal: Journal, reports: Reports) -> FleetState:
+    """Nothing was ever published from here. Who knows of a fleet is not shut by the beginning of another."""
     veterans = [report for report in reports.values() if report is not None and report.fleet]
-    if not veterans:
-        return Recovery(_with_members(state, journal, reports))
-    labels = {(report.live_version, report.live_digest) for report in veterans if report.state is FrontState.OPEN}
-    unclear = [report for report in veterans if report.state in (*PAUSED, *SHUT_INSTALLED)]
-    if not adopt or len(labels) != 1 or unclear:
-        why = "serves, but the journal is empty" if not adopt else "the members do not serve one version"
-        return Recovery(state, refusal=Failure("adopt_needed", why, replica=veterans[0].replica))
-    version, digest = labels.pop()
-    label = Label(Version.parse(version), digest)
-    state = _with_members(replace(state, live=Published(label), highest=label.version), journal, reports)
+    if veterans:
+        return held(state, journal, adopt_needed(veterans[0].replica, veterans[0].fleet))
+    return _with_members(state, journal, reports)
+
+
+# --- an older journal, and adoption
+
+
+def _follow(state: FleetState, journal: Journal, reports: Reports) -> Recovery:
+    """What all that serve hold is live, and made durable as that."""
+    serving = [report for report in reports.values() if report is not None and report.state is FrontState.OPEN]
+    return published(state, journal, reports, serving[0])
+
+
+def published(state: FleetState, journal: Journal, reports: Reports, proof: FrontStatus) -> Recovery:
+    label = Label(Version.parse(proof.live_version), proof.live_digest)
+    live = state.live if state.live is not None and state.live.label == label else Published(label)
+    state = replace(state, live=live, before=None, highest=max(state.highest, label.version))
+    state = _with_members(state, journal, reports)
     serial = state.serial + 1
     members = tuple((member.replica, member.incarnation) for member in state.serving())
     record = Record(
-        RecordKind.PUBLISHED, state.epoch, serial, 0, "", "", Kind.UPDATE, label.version, digest, "", members
+        RecordKind.PUBLISHED, state.epoch, serial, 0, "", "", Kind.UPDATE, label.version, label.digest, "", members
     )
     return Recovery(replace(state, serial=serial, starting=record), (Append(record),))
 
 
 # --- what the journal says
-
-
-def _replay(state: FleetState, records: Sequence[Record]) -> FleetState:
-    """Live, the one before, and the highest decided version. A rollback's source is that of what it went back to."""
-    seen: list[Published] = []
-    for record in records:
-        state = replace(state, highest=max(state.highest, record.version))
-        if record.kind is not RecordKind.PUBLISHED:
-            continue
-        label = Label(record.version, record.digest)
-        new = Published(label, record.manifest_digest, record.offer, record.manifest, record.policy)
-        if record.op is Kind.ROLLBACK:
-            new = next((old for old in reversed(seen) if old.label == label), new)
-        seen.append(new)
-        state = replace(state, live=new, before=state.live)
-    return state
 
 
 def _with_members(state: FleetState, journal: Journal, reports: Reports) -> FleetState:
@@ -128,7 +133,9 @@ def _with_members(state: FleetState, journal: Journal, reports: Reports) -> Flee
         report = reports.get(replica)
         base = known.get(replica) or KnownMember(replica, "")
         if report is not None and base.incarnation not in ("", report.incarnation):
-            continue  # that process is gone; the one in its place is no member before it joins
+            # That process is gone; the one in its place is no member before it joins.
+            state = replace(state, gone=(*state.gone, (replica, base.incarnation))[-GONE_KEPT:])
+            continue
         state = state.with_member(_member(state, base, report, (replica, base.incarnation) in published))
     return state
 
@@ -136,7 +143,7 @@ def _with_members(state: FleetState, journal: Journal, reports: Reports) -> Flee
 def _member(state: FleetState, known: KnownMember, report: FrontStatus | None, published: bool) -> Member:
     member = Member(
         known.replica, known.incarnation, Standing.LOST, "", admitted=published, url=known.url,
-        config_hash=known.config_hash,
+        config_hash=known.config_hash, unled=report is None or not obeys(state, report),
     )  # fmt: skip
     if report is None:
         return member
@@ -154,24 +161,20 @@ def _member(state: FleetState, known: KnownMember, report: FrontStatus | None, p
         return replace(member, standing=Standing.QUARANTINED, shut=True, previous=None)
     if report.state is FrontState.OPEN and not admitted:
         return replace(member, standing=Standing.QUARANTINED)
-    return replace(member, shut=report.state is FrontState.JOINING)
+    return replace(member, shut=report.state in SHUT_JOINING)
 
 
 def _admitted(state: FleetState, known: KnownMember, report: FrontStatus, published: bool) -> bool:
     """Whether it served before: by the journal, or because it holds or held what is live."""
-    if report.state is FrontState.JOINING:
+    if report.state in SHUT_JOINING:
         return False
     if report.state is FrontState.OPEN:
-        return state.live is not None and _holds(report, state.live.label)
+        return state.live is not None and holds(report, state.live.label)
     kept = _previous(report)
     return (
         (published and report.incarnation == known.incarnation)
-        or (state.live is not None and (_holds(report, state.live.label) or kept == state.live.label))
+        or (state.live is not None and (holds(report, state.live.label) or kept == state.live.label))
     )  # fmt: skip
-
-
-def _holds(report: FrontStatus, label: Label) -> bool:
-    return (report.live_version, report.live_digest) == (str(label.version), label.digest)
 
 
 def _previous(report: FrontStatus) -> Label | None:
@@ -219,7 +222,7 @@ def _owed_by_silent(state: FleetState, last: Record, reports: Reports) -> Moved:
         send = phase_request(asking, _transaction(last), member)
         standing = Standing.LOST if last.kind is RecordKind.PUBLISHED else Standing.QUARANTINED
         state = state.with_member(replace(member, owed=send, standing=standing))
-        effects = (*effects, send)
+        effects = (*effects, first_word(state, member))  # what it owes follows
     return state, effects
 
 
@@ -227,7 +230,7 @@ def _undecided_end(state: FleetState, last: Record, same: Sequence[FrontStatus |
     """`decided` is the last word: nothing was published, so nobody has seen it."""
     update = _transaction(last)
     label = Label(last.version, last.digest)
-    serves = [r for r in same if r is not None and r.state is FrontState.OPEN and _holds(r, label)]
+    serves = [r for r in same if r is not None and r.state is FrontState.OPEN and holds(r, label)]
     if serves:
         names = {report.replica for report in serves}
         for member in state.members:
@@ -244,7 +247,7 @@ def _has_installed(last: Record, report: FrontStatus) -> bool:
     return (
         report.state in DONE_INSTALLING
         and (report.serial, report.attempt) == (last.serial, last.attempt)
-        and _holds(report, Label(last.version, last.digest))
+        and holds(report, Label(last.version, last.digest))
     )
 
 

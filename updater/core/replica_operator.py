@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from updater.core.errors import Failure
-from updater.core.participant import FrontState, Kind, ReadmitRequest, Released, ReleaseRequest, ReleaseTo, SpareState
+from updater.core.participant import (
+    FrontState,
+    Kind,
+    ReadmitRequest,
+    Released,
+    ReleaseRequest,
+    ReleaseTo,
+    Spare,
+    SpareState,
+)
 from updater.core.replica_install import back_on_old
 from updater.core.replica_state import (
     EMPTY,
@@ -41,18 +50,28 @@ def audit_failed(state: ReplicaState, event: AuditFailed, now: float) -> Step:
     if event.audited not in (state.live, state.old):
         return state, ()
     after, effects = _out_of_service(state, FrontState.QUARANTINED, event.failure)
-    # I6: what was being staged is let go of; a readmission drops the rest.
-    return after, (*((Cancel(state.serial),) if state.plan else ()), *effects)
+    return after, (*let_go(state), *effects)
+
+
+def let_go(state: ReplicaState) -> tuple[ReplicaEffect, ...]:
+    """I6: what was being staged is let go of; a readmission drops the rest."""
+    return (Cancel(state.serial),) if state.plan else ()
 
 
 def _out_of_service(state: ReplicaState, where: FrontState, failure: Failure) -> Step:
-    """Shut at once; whoever waits is told why."""
+    """Shut at once, and clients are told why."""
+    shut, (close, clear, *refusals) = shut_at_once(state, where, failure)
+    return shut, (close, clear, ShutDown(failure), *refusals)
+
+
+def shut_at_once(state: ReplicaState, where: FrontState, failure: Failure) -> Step:
+    """No request comes in any more; whoever waits for a verb is told why."""
     verbs = tuple(work.verb for work in state.running)
     state, refusals = drop_work(state, verbs, failure)
     if state.postponed is not None:
         refusals = (*refusals, Refuse(state.postponed.verb, state.postponed.fence, (failure,)))
     shut = replace(state, state=where, lease_end=None, resuming=False, failure=failure, postponed=None)
-    return shut, (CloseAdmission(), ClearLease(), ShutDown(failure), *refusals)
+    return shut, (CloseAdmission(), ClearLease(), *refusals)
 
 
 def spare_lost(state: ReplicaState, event: SpareLost, now: float) -> Step:
@@ -63,7 +82,7 @@ def spare_lost(state: ReplicaState, event: SpareLost, now: float) -> Step:
     return replace(state, spare=EMPTY, reached="" if rollback else state.reached), ()
 
 
-# --- quarantined: taken back after an audit
+# --- quarantined or orphaned: taken back after an audit
 
 
 def readmit(state: ReplicaState, event: Asked, now: float) -> Step:
@@ -75,25 +94,35 @@ def readmit(state: ReplicaState, event: Asked, now: float) -> Step:
 def readmitted(state: ReplicaState, event: Done, now: float) -> Step:
     """A new life on proven bytes: nothing that was said to the old one counts any more. Shut, and asks to join."""
     request: ReadmitRequest = state.running[0].request
-    settled = state.old is None and state.spare.state is SpareState.PREVIOUS
     after, answers = finish(state, event)
     fresh = ReplicaState(
         replica=state.replica,
         incarnation=request.incarnation,
         live=state.old or state.live,
         fleet=after.fleet,
+        epoch=after.epoch,
+        owner=after.owner,
         mark=after.mark,
         dead=after.dead,
-        spare=state.spare if settled else EMPTY,
+        spare=kept(state),
         released=state.released,
+        ranks=state.ranks,
     )
     return fresh, (Rejoin(), *answers)
+
+
+def kept(state: ReplicaState) -> Spare:
+    """The way back that a proof of the live bytes leaves: none where something was not settled."""
+    settled = state.old is None and state.spare.state is SpareState.PREVIOUS
+    return state.spare if settled else EMPTY
 
 
 def readmit_failed(state: ReplicaState, event: Failed, now: float) -> Step:
     """Stays shut, and says what was found last."""
     after, refusals = failed(state, event, now)
-    return replace(after, failure=event.failures[0]), refusals
+    failure = event.failures[0]
+    told = () if state.state is FrontState.QUARANTINED else (ShutDown(failure),)
+    return replace(after, state=FrontState.QUARANTINED, failure=failure), (*told, *refusals)
 
 
 # --- installed, and the coordinator is gone

@@ -75,7 +75,7 @@ def renew(state: ReplicaState, event: Asked, now: float) -> Step:
 
 def lease_ends(state: ReplicaState, event: LeaseTimer, now: float) -> Step:
     """Hears nothing and has not installed: reopen on the old version, and never install this attempt (I9)."""
-    fence = Fence(state.fleet, state.mark[0], *state.key, state.incarnation)
+    fence = Fence(state.fleet, state.epoch, *state.key, state.incarnation, state.owner)
     return reopen(bury(state, fence), fence, ())
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from updater.core.errors import Failure
 from updater.core.participant import (
+    Claim,
     Fence,
     FrontState,
     FrontStatus,
@@ -93,7 +94,17 @@ class SpareLost:
     failure: Failure
 
 
-ReplicaEvent = Asked | Done | Failed | LeaseTimer | RankDied | AuditFailed | SpareLost
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Its coordinator's answer to the call of `incarnation` (I11)."""
+
+    claim: Claim
+    fleet: str
+    epoch: int
+    incarnation: str
+
+
+ReplicaEvent = Told | Asked | Done | Failed | LeaseTimer | RankDied | AuditFailed | SpareLost
 
 # --- effects, to be performed in order
 
@@ -202,7 +213,9 @@ class Running:
 class ReplicaState:
     """The compare-and-set variable of a front.
 
-    `mark`: highest (epoch, serial, attempt) heard. `dead`: tombstone; (serial, attempt) up to it may never install.
+    `fleet`, `epoch`, `owner`: who is obeyed; only `lead` changes them. `unclaimed`: the coordinator does not know it.
+    `mark`: highest (epoch, serial, attempt) that was not refused.
+    `dead`: tombstone; (serial, attempt) up to it may never install.
     `origin`: joining or open, where an ended pause leads back to. `key`: (serial, attempt) of the running pause or
     install. `reached`: how far `plan.fence.serial` got: "", planned, staged, voted. `answers`: first answers by
     (verb, epoch, serial, attempt). `resuming`: ranks are being let run. `old`: what served before the install.
@@ -215,6 +228,9 @@ class ReplicaState:
     incarnation: str
     live: Held
     fleet: str = ""
+    epoch: int = 0
+    owner: str = ""
+    unclaimed: bool = False
     mark: tuple[int, int, int] = (0, 0, 0)
     dead: tuple[int, int] = (0, 0)
     state: FrontState = FrontState.JOINING
@@ -244,8 +260,17 @@ class ReplicaState:
     def answer(self, verb: str, fence: Fence) -> Any:
         return dict(self.answers).get((verb, *fence.order()))
 
+    def last_heard(self) -> Fence:
+        """What an operator's verb carries: nothing that was heard is newer."""
+        return Fence(self.fleet, self.epoch, *self.mark[1:], self.incarnation, self.owner)
+
     def tombstoned(self, fence: Fence) -> bool:
         return (fence.serial, fence.attempt) <= self.dead
+
+    @property
+    def held(self) -> Held:
+        """What it can serve: of an orphan whose installation was never published, what served before."""
+        return self.old or self.live if self.state is FrontState.ORPHANED else self.live
 
     @property
     def serial(self) -> int:
@@ -264,12 +289,12 @@ def status(
         replica=state.replica,
         incarnation=state.incarnation,
         fleet=state.fleet,
-        epoch=state.mark[0],
+        epoch=state.epoch,
         serial=state.mark[1],
         attempt=state.mark[2],
         state=state.state,
-        live_version=state.live.version,
-        live_digest=state.live.digest,
+        live_version=state.held.version,
+        live_digest=state.held.digest,
         spare=state.spare,
         in_flight=in_flight,
         waiting=waiting,
@@ -279,6 +304,8 @@ def status(
         failure=state.failure,
         released=state.released,
         ranks=state.ranks,
+        owner=state.owner,
+        unclaimed=state.unclaimed,
     )
 
 

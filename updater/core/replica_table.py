@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from updater.core import replica_claims as claims
 from updater.core import replica_install as installing
 from updater.core import replica_operator as operating
 from updater.core import replica_pause as pausing
@@ -20,8 +21,8 @@ class Row:
     """In one of `sources`, on `trigger`, do `act`; the state afterwards is one of `targets`.
 
     Triggers: a verb, `<verb> done`, `<verb> failed` (of ranks' work), `lease ends`, `a rank dies`, `an audit fails`,
-    `the spare is lost`. Two verbs are an operator's: readmit, release. A verb without a row is refused. `act` may
-    refuse too; it then changes nothing.
+    `the spare is lost`, `removed` (said by the coordinator of its own fleet). Two verbs are an operator's: readmit,
+    release. A verb without a row is refused. `act` may refuse too; it then changes nothing.
     """
 
     sources: tuple[S, ...]
@@ -34,11 +35,28 @@ SERVING = (S.JOINING, S.OPEN)
 SHUT_UNINSTALLED = (S.CLOSING, S.PAUSED)
 INSTALLED = (S.INSTALLING, S.INSTALLED, S.INVALIDATED)
 REOPENED = (S.OPEN, S.JOINING)
-AUDITED = (*SERVING, *SHUT_UNINSTALLED, *INSTALLED, S.RESTORING)
+AUDITED = (*SERVING, *SHUT_UNINSTALLED, *INSTALLED, S.RESTORING, S.ORPHANED)
 STRANDED = (S.INSTALLED, S.INVALIDATED)
+BEREFT = (S.OPEN, *SHUT_UNINSTALLED, *STRANDED)
+KEEPING = (*SERVING, *SHUT_UNINSTALLED, S.ORPHANED)
+ASIDE = (S.QUARANTINED, S.ORPHANED)
 ALIVE = tuple(state for state in S if state is not S.BROKEN)
 
 ROWS = (
+    # whom it obeys (I11)
+    Row(tuple(S), "lead", claims.lead, tuple(S)),
+    Row(
+        (S.OPEN, *SHUT_UNINSTALLED, *STRANDED),
+        "removed",
+        claims.removed,
+        (S.OPEN, *SHUT_UNINSTALLED, *STRANDED, S.ORPHANED),
+    ),
+    Row((S.ORPHANED,), "join", claims.join, (S.ORPHANED,)),
+    Row((S.ORPHANED,), "join done", claims.joined, (S.OPEN,)),
+    Row((S.ORPHANED,), "join failed", claims.not_proven, (S.QUARANTINED,)),
+    Row((S.ORPHANED,), "release", claims.release, (S.ORPHANED,)),
+    Row((S.ORPHANED,), "release done", claims.released, (S.OPEN,)),
+    Row((S.ORPHANED,), "release failed", claims.not_proven, (S.QUARANTINED,)),
     # admission
     Row((S.JOINING,), "join", staging.join, (S.JOINING,)),
     Row((S.JOINING,), "join done", staging.join_done, (S.OPEN,)),
@@ -95,10 +113,10 @@ ROWS = (
     # out of service, and back
     Row(ALIVE, "a rank dies", operating.rank_died, (S.BROKEN,)),
     Row(AUDITED, "an audit fails", operating.audit_failed, (*AUDITED, S.QUARANTINED)),
-    Row((*SERVING, *SHUT_UNINSTALLED), "the spare is lost", operating.spare_lost, (*SERVING, *SHUT_UNINSTALLED)),
-    Row((S.QUARANTINED,), "readmit", operating.readmit, (S.QUARANTINED,)),
-    Row((S.QUARANTINED,), "readmit done", operating.readmitted, (S.JOINING,)),
-    Row((S.QUARANTINED,), "readmit failed", operating.readmit_failed, (S.QUARANTINED,)),
+    Row(KEEPING, "the spare is lost", operating.spare_lost, KEEPING),
+    Row(ASIDE, "readmit", operating.readmit, ASIDE),
+    Row(ASIDE, "readmit done", operating.readmitted, (S.JOINING,)),
+    Row(ASIDE, "readmit failed", operating.readmit_failed, (S.QUARANTINED,)),
     # the coordinator is gone for long
     Row(STRANDED, "release", operating.release, STRANDED),
     Row(STRANDED, "release done", operating.released, REOPENED),

@@ -81,6 +81,11 @@ def phase_request(state: FleetState, update: Transaction, member: Member) -> Sen
     return Send(member.replica, verb, _BUILDERS[verb](state, update, fence))
 
 
+def first_word(state: FleetState, member: Member) -> Send:
+    """`lead`: what every front hears before anything else (I11). The same each time it is said."""
+    return Send(member.replica, "lead", FenceRequest(state.fence(0, 0, member.incarnation)))
+
+
 def join_request(state: FleetState, serial: int, member: Member) -> Send:
     label = live(state)
     fence = state.fence(serial, 0, member.incarnation)

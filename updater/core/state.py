@@ -50,7 +50,8 @@ class Member:
     is lost or quarantined not block. `admitted`: it once acknowledged that it serves. `live`: content digest at its
     last description. `previous`: what its spare keeps for a rollback. `owed`: the message that it still has to
     acknowledge after the phase that sent it ended; the shell retries it for ever. `gave_up_on`: the label that an
-    admission or a catch-up failed to reach, not tried again.
+    admission or a catch-up failed to reach, not tried again. `unled`: it does not obey this epoch yet; `lead` is the
+    first word that it hears, and until it has acknowledged that it takes part in nothing (I11).
     """
 
     replica: str
@@ -66,6 +67,7 @@ class Member:
     url: str = ""
     config_hash: str = ""
     ranks: int = 0
+    unled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,9 @@ class FleetState:
     """`serial`: the highest used; never repeats, also over restarts. `highest`: highest decided version.
 
     `before`: the version before the live one, so that a catch-up after a rollback knows its source.
-    `starting`: the publication of `start` while it is not durable yet.
+    `starting`: the publication of `start` while it is not durable yet. `fleet`, `owner`: as in `Fence`. `hold`: why
+    nothing is published and nobody is admitted: `listening`, `adopt_needed` or `behind` (I11). `gone`: (replica,
+    incarnation) of the last that were removed or replaced; an empty incarnation: whichever it was.
     """
 
     fleet: str
@@ -150,6 +154,9 @@ class FleetState:
     update: Transaction | None = None
     queue: tuple[Begin, ...] = field(default=())
     starting: Record | None = None
+    owner: str = ""
+    hold: Failure | None = None
+    gone: tuple[tuple[str, str], ...] = ()
 
     def member(self, replica: str) -> Member | None:
         return next((member for member in self.members if member.replica == replica), None)
@@ -171,7 +178,12 @@ class FleetState:
         return common(member.previous for member in self.serving())
 
     def fence(self, serial: int, attempt: int, incarnation: str) -> Fence:
-        return Fence(self.fleet, self.epoch, serial, attempt, incarnation)
+        return Fence(self.fleet, self.epoch, serial, attempt, incarnation, self.owner)
+
+    @property
+    def has_history(self) -> bool:
+        """Whether anything was ever published by the fleet that the journal tells of."""
+        return self.live is not None or self.starting is not None
 
 
 def common(labels: Iterable[Label | None]) -> Label | None:

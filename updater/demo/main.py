@@ -115,7 +115,7 @@ def _expected(checkpoints: Sequence[Path], prompts: Sequence[tuple[int, ...]]) -
 def _start(children: Children, folder: Path, model: Path) -> tuple[Child, list[Child]]:
     port = free_port()
     common = ["--root", str(folder)]
-    serve = ["serve", "--port", str(port), "--state", str(folder / "state"), *common]
+    serve = ["serve", "--new-fleet", "--port", str(port), "--state", str(folder / "state"), *common]
     coordinator = children.start("coordinator", serve, port)
     children.wait_ready(coordinator, "/healthz")
     replicas = []

@@ -15,10 +15,13 @@ from updater.coordinator.coordinator import Coordinator
 from updater.coordinator.metrics import CONTENT_TYPE
 from updater.coordinator.updates import Update
 from updater.core.errors import IN_DOCUMENT, Failure, Unavailable
+from updater.core.participant import Call
 from updater.receipts import error_of
 from updater.schemas import (
     AbortBody,
     AdoptBody,
+    ClaimBody,
+    ClaimState,
     FleetState,
     JoinBody,
     MemberState,
@@ -79,6 +82,7 @@ class _Face:
         app.get("/v1/history")(self.history)
         app.post("/v1/fleet/replicas", status_code=201, response_model=MemberState)(self.join)
         app.get("/v1/fleet/replicas/{replica}", response_model=MemberState)(self.member)
+        app.post("/v1/fleet/replicas/{replica}/claim", response_model=ClaimState)(self.claim)
         app.delete("/v1/fleet/replicas/{replica}", status_code=204, response_class=Response)(self.leave)
         app.post("/v1/fleet/adopt", response_model=FleetState)(self.adopt)
 
@@ -184,6 +188,12 @@ class _Face:
     async def member(self, replica: str) -> MemberState:
         return self._coordinator.member(replica)
 
+    async def claim(self, replica: str, body: ClaimBody) -> ClaimState:
+        """Asked by a front of itself, every few seconds."""
+        call = Call(replica, **body.model_dump(exclude={"url"}))
+        said = self._coordinator.claim(call, body.url.rstrip("/"))
+        return ClaimState(claim=said.claim.value, fleet=said.fleet, epoch=said.epoch)
+
     async def leave(
         self,
         replica: str,
@@ -202,11 +212,14 @@ class _Face:
     async def healthz(self) -> dict[str, str]:
         return {"status": "alive"}
 
-    async def readyz(self) -> dict[str, str]:
-        if not self._coordinator.ready:
-            failure = self._coordinator.stopped or Failure("no_members", "nobody serves yet")
-            raise Unavailable(failure, live_version=None)
-        return {"status": "ready"}
+    async def readyz(self) -> Response:
+        if self._coordinator.ready:
+            return JSONResponse({"status": "ready"})
+        nobody = Failure("no_members", "nobody serves yet")
+        why = self._coordinator.stopped or self._coordinator.state.hold or nobody
+        problem = http.problem(Unavailable(why))
+        problem.status_code = 503  # whatever the code means elsewhere
+        return problem
 
     async def metrics(self) -> Response:
         live = self._coordinator.state.live

@@ -11,12 +11,23 @@ from updater.core.effects import (
     Effect,
 )
 from updater.core.errors import Failure
-from updater.core.participant import DiskOffer, Fence, Kind, ReadmitRequest, SpareState, StreamOffer
-from updater.core.replica_state import Asked, AuditFailed, LeaseTimer, RankDied, SpareLost
+from updater.core.participant import (
+    Call,
+    Claimed,
+    DiskOffer,
+    FrontState,
+    Kind,
+    ReadmitRequest,
+    ReleaseRequest,
+    ReleaseTo,
+    SpareState,
+    StreamOffer,
+)
+from updater.core.replica_state import Asked, AuditFailed, LeaseTimer, RankDied, SpareLost, Told
 from updater.core.replica_table import SERVING, SHUT_UNINSTALLED
 from updater.core.state import Phase
 from updater.testing.promises import Watched
-from updater.testing.shell import Action, short
+from updater.testing.shell import Action, Disk, short
 from updater.testing.values import Source, Violation
 
 
@@ -108,7 +119,10 @@ class Happenings(Watched):
             self.wire.remove(packet)
         if packet.to:
             process = self.replicas.get(packet.to)
-            if process is not None and process.alive:
+            if process is not None and process.alive and isinstance(packet.payload, Told):
+                self.note(f"-> {packet.to}: is told that it is {packet.payload.claim.value}")
+                process.handle(packet.payload, self.now)
+            elif process is not None and process.alive:
                 self.note(f"-> {packet.to}: {packet.payload.verb} {short(packet.payload.fence)}")
                 process.handle(Asked(packet.payload.verb, packet.payload.request), self.now)
             return
@@ -213,9 +227,58 @@ class Happenings(Watched):
         """An operator asks a quarantined replica to prove itself."""
         process = self.replicas[name]
         self.lives[name] += 1
-        fence = Fence(process.state.fleet, *process.state.mark, process.incarnation)
         self.note(f"operator: readmit {name}")
-        process.handle(Asked("readmit", ReadmitRequest(fence, f"{name}{self.lives[name]}")), self.now)
+        request = ReadmitRequest(process.state.last_heard(), f"{name}{self.lives[name]}")
+        process.handle(Asked("readmit", request), self.now)
+
+    def do_release(self, name: str, to: ReleaseTo = ReleaseTo.LIVE) -> None:
+        """An operator opens a replica by hand."""
+        process = self.replicas[name]
+        self.note(f"operator: release {name} to {to.value}")
+        process.handle(Asked("release", ReleaseRequest(process.state.last_heard(), to)), self.now)
+
+    # --- whom a front obeys
+
+    def do_call(self, name: str) -> None:
+        """A front asks whether it is still a member; the answer takes the network's time."""
+        process = self.replicas[name]
+        if not process.alive or process.state.state in (FrontState.JOINING, FrontState.BROKEN) or self.state is None:
+            return
+        said = process.describe(self.now).status
+        call = Call(name, said.incarnation, said.fleet, said.epoch, said.serial, said.live_version, said.live_digest,
+                    said.state)  # fmt: skip
+        held = self.state.hold
+        self.feed(events.Called(call))
+        answer = self.answers[-1] if self.answers else None
+        if not isinstance(answer, Claimed):
+            return
+        self.answers.pop()
+        if self.state is not None and self.state.hold is not None and self.state.hold != held:
+            self.note(f"coordinator: holds: {self.state.hold.code}")
+        self.heard_from.add((name, said.incarnation))
+        self._put(name, Told(answer.claim, answer.fleet, answer.epoch, said.incarnation))
+
+    def do_hold_ends(self) -> None:
+        """Two watch intervals are over: by then every front that lives and has history has called."""
+        waiting = [p for p in self.replicas.values() if p.alive and p.state.fleet and p.admission is not None]
+        if all((p.name, p.incarnation) in self.heard_from for p in waiting):
+            self.note("clock: the coordinator has listened long enough")
+            self.feed(events.HoldEnded())
+
+    def do_rejoin(self, name: str) -> None:
+        """An orphan calls again, is told the same, and proves its bytes to join as a new incarnation."""
+        if self.replicas[name].state.state is FrontState.ORPHANED:
+            self.do_readmit(name)
+
+    def lose_journal(self, older: Disk | None = None) -> None:
+        """The coordinator is gone and so is what it knew, or all but an older copy."""
+        if self.state is not None:
+            self.crash()
+        self.note(
+            "operator: the journal is lost" if older is None else "operator: an older journal is put in its place"
+        )
+        self.disk = older.copy() if older is not None else Disk(fleet=f"other{self.coordinators}")
+        self.heard_from = set()
 
     def do_reborn(self, name: str) -> None:
         self.start_replica(name)
@@ -225,8 +288,11 @@ class Happenings(Watched):
 
     def do_remove(self, name: str) -> None:
         """An operator confirms that a process is dead, which it is."""
+        member = self.state.member(name) if self.state is not None else None
         self.ask(events.Left(name, dead=True))
-        self.disk.members.pop(name, None)
+        if member is not None:
+            self.removed.add((name, member.incarnation))
+        self.disk.remove(name)
 
     def do_crash(self) -> None:
         self.crash()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from updater.core.participant import DiskOffer, SpareState
+from updater.core.participant import DiskOffer, FrontState, SpareState
 from updater.core.state import FleetState, Phase, Standing
 from updater.testing.shell import Shell
 from updater.testing.values import Violation
@@ -17,6 +17,10 @@ class Watched(Shell):
         for process in self.replicas.values():
             process.check()
             label = process.admission
+            if (process.name, process.incarnation) in self.removed:
+                continue  # an operator said that it is dead; it serves until it hears that
+            if process.state.state is FrontState.ORPHANED:
+                raise Violation("I11", f"{process.name} was shut, and no operator has removed it")
             if label is not None and (last is None or label != (str(last.version), last.digest)):
                 raise Violation("I1", f"{process.name} is open on {label}, live is {last and last.version}")
         if self.state is not None:
@@ -24,7 +28,13 @@ class Watched(Shell):
 
     def _check_coordinator(self, state: FleetState) -> None:
         last = self.published
-        if state.live and last and state.live.label.digest != last.digest and state.phase is not Phase.PUBLISHING:
+        if (
+            not state.hold
+            and state.live
+            and last
+            and state.live.label.digest != last.digest
+            and state.phase is not Phase.PUBLISHING
+        ):
             raise Violation("I3", f"live is {state.live.label}, published is {last.version}")
         update = state.update
         if update is not None and update.waiting and self.deadline is None and not update.recording:

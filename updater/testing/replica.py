@@ -20,6 +20,7 @@ from updater.core.participant import (
     PlanReply,
     PlanRequest,
     RankInfo,
+    ReleaseTo,
     StageReply,
     VerifyReply,
 )
@@ -251,6 +252,8 @@ class SimulatedReplica:
         self.held.clear()
         self.must_be_reset = False
         self._take_back(work, rank)
+        for request in self.requests:
+            request.done = True
         old = self.state.old or self.state.live
         if rank.live != old.digest:
             return Failure("tensor_digest", f"{rank.live} is not {old.digest}", replica=self.name)
@@ -264,11 +267,23 @@ class SimulatedReplica:
             self.held.clear()
         return None
 
+    def _release(self, work: Work, rank: Rank) -> Failure | None:
+        if self.state.state is FrontState.ORPHANED:
+            return self._readmit(work, rank)
+        if work.request.to is ReleaseTo.PREVIOUS:
+            self._take_back(work, rank)
+        self.held.clear()
+        self.cache.clear()
+        rank.paused = False
+        return None
+
     def _discard(self, work: Work, rank: Rank) -> Failure | None:
         self.held.clear()
         return None
 
     def _join(self, work: Work, rank: Rank) -> Failure | None:
+        if self.state.state is FrontState.ORPHANED and (problem := self._readmit(work, rank)) is not None:
+            return problem
         rank.label, rank.namespace = work.request.version, (work.request.version, work.request.digest)
         rank.paused = False
         return None

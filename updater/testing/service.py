@@ -45,7 +45,13 @@ class LocalService:
         self.root = folder / "checkpoints"
         self.root.mkdir(parents=True, exist_ok=True)
         self.settings = replace(
-            Settings(state=folder / "state", roots=(self.root,), tokens=tokens or Tokens(), deadlines=deadlines),
+            Settings(
+                state=folder / "state",
+                roots=(self.root,),
+                tokens=tokens or Tokens(),
+                deadlines=deadlines,
+                new_fleet=True,
+            ),
             **settings,
         )
         self.stopped: list[Failure] = []

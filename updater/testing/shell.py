@@ -4,10 +4,10 @@ at any effect.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from updater.core import events, fleet, recovery, replica
+from updater.core import adoption, events, fleet, lineage, recovery, replica
 from updater.core.effects import (
     Accepted,
     Admit,
@@ -27,7 +27,8 @@ from updater.core.effects import (
     Started,
     Stop,
 )
-from updater.core.participant import Fence, FrontStatus, Kind
+from updater.core.participant import Claimed, Fence, FenceRequest, FrontStatus, Kind
+from updater.core.replica_state import Asked
 from updater.core.replica_steps import OPERATOR
 from updater.core.state import FleetState
 from updater.testing.replica import SimulatedReplica
@@ -41,6 +42,8 @@ class Machines:
     fleet: Any = fleet
     replica: Any = replica
     recovery: Any = recovery
+    lineage: Any = lineage
+    adoption: Any = adoption
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,37 @@ class Disk:
     """What survives a coordinator."""
 
     records: list[Record] = field(default_factory=list)
-    members: dict[str, recovery.KnownMember] = field(default_factory=dict)
+    members: dict[str, lineage.KnownMember] = field(default_factory=dict)
     epoch: int = 0
     serial: int = 0
+    fleet: str = "fleet"
+    gone: list[tuple[str, str]] = field(default_factory=list)
+    taken_over: bool = False
+
+    def copy(self) -> Disk:
+        return replace(self, records=list(self.records), members=dict(self.members), gone=list(self.gone))
+
+    def known(self) -> lineage.Journal:
+        """What a new life of a coordinator reads."""
+        members = tuple(self.members.values())
+        return lineage.Journal(tuple(self.records), members, self.epoch, self.serial, tuple(self.gone), self.taken_over)
+
+    def remove(self, replica: str) -> None:
+        member = self.members.pop(replica, None)
+        if member is not None:
+            self.gone.append((replica, member.incarnation))
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A coordinator that stands still, with its journal."""
+
+    state: FleetState | None
+    disk: Disk
+    outbox: dict[str, Send]
+    deadline: events.Deadline | None
+    backoff: events.BackoffEnded | None
+    durable: list[events.Recorded]
 
 
 class Shell:
@@ -86,7 +117,12 @@ class Shell:
         self.replicas: dict[str, SimulatedReplica] = {}
         self.lives: dict[str, int] = {}
         self.disk = Disk(epoch=1)
-        self.state: FleetState | None = FleetState("fleet", 1)
+        self.state: FleetState | None = FleetState("fleet", 1, owner="c1")
+        self.coordinators = 1
+        self.truth: list[Record] = []  # everything that was ever made durable, also in journals that were lost
+        self.removed: set[tuple[str, str]] = set()  # members that an operator removed, or that were replaced
+        self.owed: dict[tuple[str, Fence], Any] = {}
+        self.heard_from: set[tuple[str, str]] = set()  # fronts that called since the journal was lost
         self.wire: list[Packet] = []
         self.packets = 0
         self.outbox: dict[str, Send] = {}
@@ -126,7 +162,12 @@ class Shell:
     def _remember(self, event: events.Joined) -> None:
         """A member is journaled before anything is done about it."""
         status = event.description.status
-        known = recovery.KnownMember(status.replica, status.incarnation, event.description.url, "config")
+        known = self.disk.members.get(status.replica)
+        if known is not None and known.incarnation != status.incarnation:
+            self.disk.remove(status.replica)
+            self.removed.add((known.replica, known.incarnation))
+        self.disk.gone = [pair for pair in self.disk.gone if pair != (status.replica, status.incarnation)]
+        known = lineage.KnownMember(status.replica, status.incarnation, event.description.url, "config")
         self.disk.members[status.replica] = known
 
     def do_effects(self, effects: tuple[Effect, ...]) -> None:
@@ -155,23 +196,90 @@ class Shell:
         self.open_updates = set()
         self.wire = [packet for packet in self.wire if packet.to]
 
-    def restart(self, silent: frozenset[str] = frozenset(), *, adopt: bool = False) -> None:
+    def restart(self, silent: frozenset[str] = frozenset(), *, new_fleet: bool = False) -> None:
         """A new life on the same disk; `silent` members do not answer its first question."""
-        known = tuple(self.disk.members.values())
-        reports: dict[str, FrontStatus | None] = {}
-        for name in sorted(self.disk.members):
+        self.coordinators += 1
+        owner, disk = f"c{self.coordinators}", self.disk
+        journal, names = disk.known(), sorted(disk.members)
+        found = self.machines.lineage.survey(disk.fleet, journal, self._reports(names, silent))
+        if found.hold is not None:
+            plan = recovery.Recovery(self.machines.lineage.nobody_led(disk.fleet, journal, found))
+        else:
+            # Without a record nothing was ever said to anybody.
+            reports = self._reports(names, silent)
+            if disk.records:
+                reports = self._lead(disk.fleet, found.epoch, owner, reports)
+            plan = self.machines.recovery.recover(
+                disk.fleet,
+                journal,
+                reports,
+                epoch=found.epoch,
+                owner=owner,
+                older=found.older,
+                new_fleet=new_fleet,
+            )
+        held = f", holds: {plan.state.hold.code}" if plan.state.hold else ""
+        self.note(f"coordinator: starts as epoch {plan.state.epoch}, {plan.state.phase.value}{held}")
+        self._take_up(plan)
+
+    def adopt(self, names: str, silent: frozenset[str] = frozenset()) -> None:
+        """An operator has the coordinator take over a fleet whose journal is lost."""
+        self.coordinators += 1
+        owner = f"c{self.coordinators}"
+        reports = self._reports(list(names), silent)
+        named = {name: lineage.KnownMember(name, report.incarnation if report else "")
+                 for name, report in reports.items()}  # fmt: skip
+        journal = replace(self.disk.known(), members=tuple(named.values()))
+        found = self.machines.adoption.may_adopt(journal, reports)
+        if found.refusal is not None:
+            self.note(f"operator: adoption refused ({found.refusal.code})")
+            self.answers.append(Denied((found.refusal,)))
+            return
+        reports = self._lead(found.fleet, found.epoch, owner, reports)
+        plan = self.machines.adoption.adopt(found, journal, reports, owner=owner)
+        self.disk.fleet, self.disk.members = found.fleet, named
+        self.note(f"coordinator: adopts {', '.join(named)} as epoch {plan.state.epoch}")
+        self._take_up(plan)
+
+    def park(self) -> Parked:
+        """The coordinator stands still: neither its messages nor its journal move until it is unparked."""
+        parked = Parked(self.state, self.disk, self.outbox, self.deadline, self.backoff, self.durable)
+        self.note("coordinator: stands still")
+        self.state, self.disk, self.outbox = None, Disk(), {}
+        self.deadline, self.backoff, self.durable = None, None, []
+        self.wire = [packet for packet in self.wire if packet.to]
+        return parked
+
+    def unpark(self, parked: Parked) -> None:
+        """It goes on as if nothing had happened. One that runs is gone."""
+        self.note("coordinator: wakes up")
+        self.state, self.disk, self.outbox = parked.state, parked.disk, parked.outbox
+        self.deadline, self.backoff, self.durable = parked.deadline, parked.backoff, parked.durable
+
+    def _reports(self, names: list[str], silent: frozenset[str]) -> dict[str, FrontStatus | None]:
+        found: dict[str, FrontStatus | None] = {}
+        for name in names:
             process = self.replicas.get(name)
             answers = process is not None and process.alive and name not in silent
-            reports[name] = process.describe(self.now).status if process and answers else None
-        journal = recovery.Journal(tuple(self.disk.records), known, self.disk.epoch, self.disk.serial)
-        plan = self.machines.recovery.recover("fleet", journal, reports, adopt=adopt)
-        if plan.refusal is not None:
-            self.note(f"coordinator: refuses to start ({plan.refusal.code})")
-            self.answers.append(Denied((plan.refusal,)))
-            return
+            found[name] = process.describe(self.now).status if process and answers else None
+        return found
+
+    def _lead(
+        self, fleet_id: str, epoch: int, owner: str, reports: dict[str, FrontStatus | None]
+    ) -> dict[str, FrontStatus | None]:
+        """The first word to everybody who answered; its answer is what a recovery goes by."""
+        for name, report in reports.items():
+            if report is not None:
+                fence = Fence(fleet_id, epoch, 0, 0, report.incarnation, owner)
+                self.owed[(name, fence)] = None
+                self.replicas[name].handle(Asked("lead", FenceRequest(fence)), self.now)
+                answer = self.owed.pop((name, fence))
+                reports[name] = answer if isinstance(answer, FrontStatus) else None
+        return reports
+
+    def _take_up(self, plan: recovery.Recovery) -> None:
         self.state = plan.state
         self.disk.epoch, self.disk.serial = plan.state.epoch, max(self.disk.serial, plan.state.serial)
-        self.note(f"coordinator: starts as epoch {plan.state.epoch}, {plan.state.phase.value}")
         self.do_effects(plan.effects)
 
     def _perform(self, effect: Effect) -> None:
@@ -192,11 +300,14 @@ class Shell:
             self._finish(effect.result)
         elif isinstance(effect, Started):
             self.disk.serial = max(self.disk.serial, effect.serial)
+        elif isinstance(effect, Claimed):
+            self.answers.append(effect)
         elif isinstance(effect, Accepted | Denied):
             self._answer_client(effect)
         elif isinstance(effect, Stop):
-            self.note("coordinator: stops")
+            self.note(f"coordinator: stops ({effect.failure.code})")
             self.stopped = True
+            self.disk.taken_over |= effect.failure.code == "taken_over"
             self.crash()
         elif isinstance(effect, Admit):
             self.note(f"coordinator: {effect.replica} serves")
@@ -211,6 +322,7 @@ class Shell:
                 raise Violation("I3", f"{record.version} is decided after {max(decided)}")
         self.note(f"journal: {record.kind.value} {record.version} of {[name for name, _ in record.members]}")
         self.disk.records.append(record)
+        self.truth.append(record)
         self.disk.serial = max(self.disk.serial, record.serial)
         self.durable.append(events.Recorded(record.kind, record.serial, record.attempt))
 
@@ -264,6 +376,9 @@ class Shell:
         return process
 
     def _reply(self, name: str, verb: str, fence: Fence, reply: Any) -> None:
+        if (name, fence) in self.owed:
+            self.owed[(name, fence)] = reply
+            return
         if verb in OPERATOR:
             self.note(f"{name}: {verb} {reply[0].code if isinstance(reply, tuple) else 'ok'}")
             return
@@ -282,14 +397,14 @@ class Shell:
             if last is None or (plan.version, plan.digest) != (str(last.version), last.digest):
                 raise Violation("I8", f"{process.name} is caught up to {plan.version}, which is not live")
             return
-        keys = {(r.serial, r.attempt) for r in self.disk.records if r.kind is RecordKind.DECIDED}
+        keys = {(r.serial, r.attempt) for r in self.truth if r.kind is RecordKind.DECIDED}
         if (fence.serial, fence.attempt) not in keys:
             raise Violation("I8", f"{process.name} installs {plan.version}, which is not decided")
 
     @property
     def published(self) -> Record | None:
         """The last durable publication."""
-        return next((r for r in reversed(self.disk.records) if r.kind is RecordKind.PUBLISHED), None)
+        return next((r for r in reversed(self.truth) if r.kind is RecordKind.PUBLISHED), None)
 
     def check(self) -> None:
         """See `promises`."""

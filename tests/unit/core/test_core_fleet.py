@@ -211,7 +211,12 @@ def test_a_new_process_is_waited_for_by_nobody(sim: Simulation) -> None:
     sim.join("b")
     member = state(sim).member("b")
     assert member is not None
-    assert (member.standing, member.shut, member.owed) == (Standing.JOINING, True, None)
+    assert (member.standing, member.shut, member.unled, member.owed and member.owed.verb) == (
+        Standing.JOINING,
+        True,
+        True,
+        "lead",
+    )
     assert "b" not in flow.current(state(sim)).waiting
 
 

@@ -117,6 +117,7 @@ def test_a_joiner_that_refuses_its_admission_is_not_asked_for_ever() -> None:
     sim.settle()
     sim.start_replica("b")
     sim.join("b")
+    sim.run(hold=lambda packet: getattr(packet.payload, "verb", "") != "lead")
     member = state(sim).member("b")
     assert member is not None
     assert member.owed is not None

@@ -298,6 +298,7 @@ def test_while_it_is_being_released_a_coordinator_is_refused(invalidated: bool) 
     if invalidated:
         front.invalidate()
     release(front, ReleaseTo.PREVIOUS)
+    front.lead(2)
     later = front.fence(5, 1, epoch=2)
     asked = {
         "install": FenceRequest(later),
@@ -314,6 +315,7 @@ def test_a_cache_that_does_not_clear_keeps_it_shut_and_it_may_be_asked_again() -
     front = Front().join().vote().pause().install()
     front.fail("release", release(front, ReleaseTo.LIVE))
     assert (front.state.state, front.refused()) == (FrontState.INSTALLED, "rank_failed")
+    front.lead(2)
     front.ask("restore", FenceRequest(front.fence(5, 1, epoch=2)))
     assert front.saw(Work).verb == "restore"
 
@@ -327,6 +329,7 @@ def test_a_way_back_that_fails_is_in_doubt() -> None:
 def test_what_was_released_to_live_is_not_restored_by_the_coordinator_that_comes_back() -> None:
     front = Front().join().vote().pause().install()
     front.done("release", release(front, ReleaseTo.LIVE))
+    front.lead(2)
     front.ask("restore", FenceRequest(front.fence(5, 1, epoch=2)))
     assert front.refused() == "wrong_phase"
     front.ask("resume", ResumeRequest(front.fence(5, 1, epoch=2), True, "0-1", "new"))

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from updater.core.adoption import adopt, may_adopt
 from updater.core.effects import Append, Record, RecordKind
-from updater.core.participant import FrontState, FrontStatus, Kind, Spare, SpareState
-from updater.core.recovery import Journal, KnownMember, recover
+from updater.core.lineage import ADOPTION, Journal, KnownMember, Survey, nobody_led, survey
+from updater.core.participant import FrontState, FrontStatus, Kind, Released, ReleaseTo, Spare, SpareState
+from updater.core.recovery import recover
 from updater.core.state import Phase, Standing
 from updater.core.version import START, Version
 
@@ -28,7 +32,10 @@ def journal(*records: Record) -> Journal:
 
 def test_a_fleet_that_was_never_joined_just_starts() -> None:
     found = recover("fleet", Journal(), {})
-    assert (found.refusal, found.effects, found.state.epoch, found.state.phase) == (None, (), 1, Phase.IDLE)
+    assert (found.effects, found.state.epoch, found.state.phase) == ((), 1, Phase.IDLE)
+    assert found.state.hold is not None
+    assert found.state.hold.code == "listening"
+    assert recover("fleet", Journal(), {}, new_fleet=True).state.hold is None
 
 
 def test_epoch_and_serial_exceed_everything_that_was_ever_used() -> None:
@@ -51,7 +58,7 @@ def test_who_serves_an_undecided_version_settles_it() -> None:
 def test_another_incarnation_did_not_install() -> None:
     reports = {
         "a": status("a", FrontState.INSTALLED),
-        "b": status("b", FrontState.INSTALLED, incarnation="b2"),
+        "b": status("b", FrontState.JOINING, incarnation="b2"),
     }
     assert recover("fleet", journal(BEGUN, DECIDED), reports).state.phase is Phase.RESTORING
 
@@ -62,8 +69,22 @@ def test_other_bytes_or_another_attempt_are_not_what_was_decided() -> None:
         assert recover("fleet", journal(BEGUN, DECIDED), reports).state.phase is Phase.RESTORING
 
 
-def test_a_member_that_serves_something_else_is_quarantined_and_blocks() -> None:
+@pytest.mark.case("F11")
+def test_what_all_that_serve_hold_is_followed_by_an_older_journal() -> None:
     reports = {"a": status("a", FrontState.OPEN, "0-9", "what"), "b": status("b", FrontState.BROKEN)}
+    found = recover("fleet", journal(BEGUN), reports).state
+    assert [(member.standing, member.shut) for member in found.members] == [
+        (Standing.OK, False),
+        (Standing.QUARANTINED, True),
+    ]
+    assert found.live is not None
+    assert (found.live.label.version, found.highest) == (Version(0, 9), Version(0, 9))
+    assert found.starting is not None
+
+
+def test_a_member_that_was_released_to_something_else_is_quarantined_and_blocks() -> None:
+    by_hand = Released(ReleaseTo.LIVE, "0-9", 4, 1)
+    reports = {"a": status("a", FrontState.OPEN, "0-9", "what", released=by_hand), "b": status("b", FrontState.BROKEN)}
     members = recover("fleet", journal(BEGUN), reports).state.members
     assert [(member.standing, member.shut) for member in members] == [
         (Standing.QUARANTINED, False),
@@ -71,22 +92,85 @@ def test_a_member_that_serves_something_else_is_quarantined_and_blocks() -> None
     ]
 
 
+@pytest.mark.case("F11")
+@pytest.mark.parametrize(
+    "reports",
+    [
+        {"a": status("a", FrontState.OPEN, "0-9", "what"), "b": None},
+        {"a": status("a", FrontState.OPEN, "0-9", "what"), "b": status("b", FrontState.OPEN, "start", "base")},
+        {"a": status("a", FrontState.OPEN, "0-9", "what"), "b": status("b", FrontState.PAUSED, "0-9", "what")},
+        {"a": status("a", FrontState.OPEN, "start", "base"), "b": status("b", FrontState.OPEN, incarnation="b7")},
+        {"a": status("a", FrontState.JOINING, epoch=9), "b": status("b", FrontState.BROKEN, epoch=9)},
+    ],
+)
+def test_an_older_journal_leads_nobody_where_nothing_is_proved(reports: dict[str, FrontStatus | None]) -> None:
+    found = survey("fleet", journal(BEGUN), reports)
+    assert (found.older, found.hold is not None and found.hold.code) == (True, "behind")
+    state = nobody_led("fleet", journal(BEGUN), found)
+    assert state.hold == found.hold
+    assert {(member.standing, member.unled) for member in state.members} == {(Standing.LOST, True)}
+    # The same if it is found only when they were led.
+    assert recover("fleet", journal(BEGUN), reports, epoch=10, older=True).state.hold == found.hold
+
+
+@pytest.mark.case("F09")
+def test_a_fleet_that_was_adopted_by_another_journal_is_not_followed() -> None:
+    reports = {name: status(name, FrontState.OPEN, "0-9", "what", epoch=ADOPTION) for name in "ab"}
+    assert survey("fleet", journal(BEGUN), reports).hold is not None
+    later = {name: status(name, FrontState.OPEN, "0-9", "what", epoch=9) for name in "ab"}
+    assert survey("fleet", journal(BEGUN), later) == Survey(10, older=True)
+    assert survey("fleet", replace(journal(BEGUN), taken_over=True), later).hold is not None
+
+
+@pytest.mark.case("F10")
+def test_members_with_a_fleet_and_a_journal_without_records() -> None:
+    state = recover("fleet", Journal((), KNOWN), {"a": status("a", FrontState.OPEN), "b": None}).state
+    assert state.hold is not None
+    assert (state.hold.code, state.hold.replica) == ("adopt_needed", "a")
+
+
 def test_nobody_to_clean_up_after() -> None:
     found = recover("fleet", journal(BEGUN), {"a": None, "b": status("b", FrontState.BROKEN)})
     assert (found.state.phase, found.effects) == (Phase.IDLE, ())
 
 
-def test_a_fleet_that_does_not_agree_is_not_adopted() -> None:
-    empty = Journal((), KNOWN)
-    serving = status("a", FrontState.OPEN)
-    for other in (status("b", FrontState.OPEN, "0-2", "x"), status("b", FrontState.INSTALLED)):
-        found = recover("fleet", empty, {"a": serving, "b": other}, adopt=True)
-        assert found.refusal is not None
-        assert found.refusal.code == "adopt_needed"
-    found = recover("fleet", empty, {"a": serving, "b": status("b", FrontState.OPEN)}, adopt=True)
-    assert found.refusal is None
-    assert found.state.highest == Version(0, 1)
-    assert found.state.starting is not None
+@pytest.mark.case("F09")
+@pytest.mark.parametrize(
+    ("other", "code"),
+    [
+        (status("b", FrontState.OPEN, "0-2", "x"), "adopt_needed"),
+        (status("b", FrontState.OPEN, fleet="another"), "adopt_needed"),
+        (status("b", FrontState.INSTALLED), "wrong_phase"),
+        (status("b", FrontState.PAUSED), "wrong_phase"),
+    ],
+)
+def test_a_fleet_that_does_not_agree_is_not_adopted(other: FrontStatus, code: str) -> None:
+    found = may_adopt(Journal((), KNOWN), {"a": status("a", FrontState.OPEN), "b": other})
+    assert found.refusal is not None
+    assert found.refusal.code == code
+    assert found.refusal.hint
+
+
+@pytest.mark.case("F09")
+def test_who_was_never_in_a_fleet_is_not_adopted() -> None:
+    assert may_adopt(Journal((), KNOWN), {"a": status("a", FrontState.JOINING, fleet=""), "b": None}).refusal
+
+
+@pytest.mark.case("F09")
+@pytest.mark.parametrize("state", [FrontState.OPEN, FrontState.ORPHANED, FrontState.JOINING])
+def test_orphans_and_released_and_silent_ones_are_adopted(state: FrontState) -> None:
+    empty, reports = Journal((), KNOWN, epoch=1), {"a": status("a", state, unclaimed=True), "b": None}
+    adoption = may_adopt(empty, reports)
+    assert (adoption.refusal, adoption.fleet, adoption.epoch) == (None, "fleet", ADOPTION)
+    led = {"a": status("a", state, epoch=ADOPTION, owner="me"), "b": None}
+    found = adopt(adoption, empty, led, owner="me").state
+    a, b = found.members
+    assert found.highest == Version(0, 1)
+    assert found.starting is not None
+    assert (a.standing, a.unled) == (Standing.OK if state is FrontState.OPEN else Standing.JOINING, False)
+    assert (b.standing, b.unled, b.shut) == (Standing.LOST, True, False)
+    again = may_adopt(replace(empty, epoch=ADOPTION + 3), reports)
+    assert again.epoch == 2 * ADOPTION
 
 
 def test_the_source_of_a_version_that_was_rolled_back_to_is_known_again() -> None:

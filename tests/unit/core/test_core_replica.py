@@ -62,6 +62,11 @@ class Front:
         self.state = started("a", "life", "start", "base")
         self.now = 0.0
         self.effects: tuple[Any, ...] = ()
+        self.lead()
+
+    def lead(self, epoch: int = 1) -> Front:
+        self.ask("lead", FenceRequest(self.fence(0, 0, epoch)))
+        return self
 
     def fence(self, serial: int, attempt: int, epoch: int = 1) -> Fence:
         return Fence("fleet", epoch, serial, attempt, "life")
@@ -365,6 +370,7 @@ def test_a_resume_joins_the_reopening_that_runs() -> None:
     front = Front().join().vote().pause()
     front.now = 11.0
     front.feed(LeaseTimer())
+    front.lead(2)
     assert front.ask("resume", old(front, epoch=2)) == ()
     front.done("resume", front.fence(5, 1))
     assert front.saw(Answer).fence == front.fence(5, 1, epoch=2)
@@ -432,6 +438,7 @@ def test_only_the_paused_attempt_installs() -> None:
 
 def test_what_is_done_is_acknowledged_for_the_same_attempt_only() -> None:
     front = Front().join().vote().pause().install()
+    front.lead(2)
     front.ask("install", FenceRequest(front.fence(5, 1, epoch=2)))
     assert front.saw(Answer) is not None
     front.ask("install", FenceRequest(front.fence(5, 2, epoch=2)))
@@ -472,6 +479,7 @@ def test_a_restore_waits_until_ranks_have_stopped() -> None:
     front = Front().join().vote().pause()
     front.ask("install", FenceRequest(front.fence(5, 1)))
     assert front.ask("restore", FenceRequest(front.fence(5, 1))) == ()
+    front.lead(2)
     front.ask("restore", FenceRequest(front.fence(5, 1, epoch=2)))
     assert front.refused() == "replica_fenced"
     front.fail("install", front.fence(5, 1))
@@ -498,6 +506,7 @@ def test_an_invalidation_after_a_waiting_restore_is_refused() -> None:
     front = Front().join().vote().pause().install()
     front.ask("invalidate", InvalidateRequest(front.fence(5, 1), CachePolicy.RESET))
     front.ask("restore", FenceRequest(front.fence(5, 1)))
+    front.lead(2)
     front.ask("invalidate", InvalidateRequest(front.fence(5, 1, epoch=2), CachePolicy.RESET))
     front.ask("invalidate", InvalidateRequest(front.fence(5, 2, epoch=2), CachePolicy.RESET))
     assert front.refused() == "wrong_phase"

@@ -54,6 +54,7 @@ class Play:
         return Fence("f", 1, serial, attempt, "i")
 
     async def join(self) -> None:
+        await self.front.ask("lead", FenceRequest(self.fence(0)))
         await self.front.ask("join", JoinRequest(self.fence(0), "start", "d0"))
 
     async def plan(self) -> object:
