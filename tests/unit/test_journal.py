@@ -195,8 +195,9 @@ def test_manifests_are_named_by_their_digest(tmp_path: Path) -> None:
     assert journal.manifest(digest) == "{}"
     assert [path.name for path in (tmp_path / "manifests").iterdir()] == [f"{digest}.json"]
     for name in ("../journal.sqlite3", "A" * 64, "", digest + "/.."):
+        assert journal.manifest(name) is None
         with pytest.raises(ValueError):
-            journal.manifest(name)
+            journal.put_manifest(name, "{}")
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:

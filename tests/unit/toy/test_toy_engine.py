@@ -101,11 +101,13 @@ def test_sampling_is_the_same_for_the_same_seed(start: Start) -> None:
     assert replies[0] == replies[1] != replies[2]
 
 
-@pytest.mark.parametrize("prompt", [(), (257,), (-1,)])
-def test_a_prompt_outside_the_vocabulary_is_refused_and_serving_goes_on(start: Start, prompt: tuple[int, ...]) -> None:
+@pytest.mark.case("F43")
+@pytest.mark.parametrize("prompt", [(), (257,), (-1,), (1,) * 100_000], ids=["empty", "over", "under", "long"])
+def test_a_prompt_that_cannot_be_run_is_refused_and_serving_goes_on(start: Start, prompt: tuple[int, ...]) -> None:
     served = start()
-    with pytest.raises(ValueError):
+    with pytest.raises(Rejected) as caught:
         served.submit(prompt, 1)
+    assert caught.value.code == "bad_request"
     served.submit(PROMPT, 1)
     assert served.rest()[-1].finish_reason == "length"
 
