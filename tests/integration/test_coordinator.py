@@ -161,6 +161,27 @@ def test_rollback_brings_the_kept_copy_back(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+@pytest.mark.case("F22")
+@pytest.mark.parametrize("seen", ["source_missing", "shard_missing", "file_truncated"])
+@pytest.mark.parametrize(
+    ("blind", "again"), [(("one",), True), (("two",), True), (("one", "two"), False)], ids=["first", "second", "both"]
+)
+def test_what_one_node_does_not_see_yet_is_worth_a_retry(
+    tmp_path: Path, seen: str, blind: tuple[str, ...], again: bool
+) -> None:
+    async def scenario(service: LocalService) -> None:
+        fronts = dict(zip(("one", "two"), await service.join("one", "two"), strict=True))
+        for name in blind:
+            fronts[name].fail["plan"] = deque([Failure(seen, "not here", file="model.safetensors")])
+        refused = await service.push(7)
+        assert (refused.status_code, code(refused), refused.json()["outcome"]) == (422, seen, "rejected")
+        assert refused.json()["retryable"] is refused.json()["receipt"]["retryable"] is again
+        assert {each["replica"] for each in refused.json()["failures"]} == set(blind)
+        assert (await service.push(7)).json()["outcome"] == "committed"
+
+    run(tmp_path, scenario)
+
+
 BACK = {"target": "0-7", "expected_live": "0-8"}
 
 

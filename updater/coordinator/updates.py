@@ -12,7 +12,7 @@ from updater.coordinator.facts import Facts
 from updater.coordinator.sources import UNSEEN, Seen
 from updater.coordinator.timeline import Timeline
 from updater.core.effects import Outcome, Result
-from updater.core.errors import IN_RECEIPT, RETRYABLE, grouped
+from updater.core.errors import IN_RECEIPT, grouped, worth_a_retry
 from updater.core.participant import Kind, PlanReply, VerifyReply
 from updater.receipts import group_body
 from updater.schemas import FailureBody, MemberState, ProgressState, Receipt, UpdateState
@@ -139,7 +139,7 @@ def receipt_of(
         failures=[failure_body(failure) for failure in result.failures[:IN_RECEIPT]],
         failures_count=len(result.failures),
         groups=[group_body(group) for group in grouped(result.failures)],
-        retryable=bool(result.failures) and result.failures[0].code in RETRYABLE,
+        retryable=worth_a_retry(result.failures, update.plans),
         version=str(result.version) if result.version is not None else update.version,
         live_version=str(result.live.version) if result.live is not None else None,
         rollback_to=str(result.rollback_to.version) if result.rollback_to is not None else None,

@@ -16,7 +16,7 @@ failures are told by code (`grouped`, `told`): over HTTP, on the command line an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from updater.core.codes import TABLE
@@ -25,6 +25,8 @@ from updater.core.codes import TABLE
 CODES: dict[str, int] = {name: row.status for name, row in TABLE.items()}
 #: Codes after which the same request may succeed without anybody changing anything.
 RETRYABLE = frozenset(name for name, row in TABLE.items() if row.retry)
+#: What one node of a shared file system says for as long as it does not see what another one wrote.
+SIGHT = frozenset({"source_missing", "shard_missing", "file_truncated"})
 #: Different messages of one code that a text shows.
 EXAMPLES = 3
 #: Failures that a problem document and a receipt list one by one.
@@ -101,6 +103,18 @@ def _group(code: str, failures: list[Failure]) -> Group:
     )
 
 
+def worth_a_retry(failures: Sequence[Failure], whole: Collection[str] = ()) -> bool:
+    """Whether the same request may succeed later. `whole`: replicas that read the source's files without a fault.
+
+    What one replica misses and another one reads is a shared file system that has not caught up.
+    """
+    if not failures:
+        return False
+    missing = {failure.replica for failure in failures if failure.code in SIGHT}
+    late = failures[0].code in SIGHT and any(replica not in missing for replica in whole)
+    return late or failures[0].code in RETRYABLE
+
+
 def told(groups: Iterable[Group]) -> str:
     """One text for people: what went wrong, how often and where, and after it the ways out."""
     groups = tuple(groups)
@@ -131,7 +145,7 @@ class LiveweightsError(Exception):
         self.failures = failures
         self.live_version = live_version
         self.receipt = receipt
-        self.retryable = failures[0].code in RETRYABLE if retryable is None else retryable
+        self.retryable = worth_a_retry(failures) if retryable is None else retryable
 
     @property
     def code(self) -> str:

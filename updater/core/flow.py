@@ -23,7 +23,7 @@ from updater.core.effects import (
     SetBackoff,
     SetDeadline,
 )
-from updater.core.errors import Failure
+from updater.core.errors import SIGHT, Failure
 from updater.core.participant import Kind
 from updater.core.requests import first_word, phase_request
 from updater.core.state import FleetState, Member, Phase, Published, Standing, Transaction
@@ -156,6 +156,8 @@ def proceed(state: FleetState) -> Moved:
     update, row = current(state), TABLE[state.phase]
     if update.waiting or update.recording:
         return state, ()
+    if state.phase is Phase.PLANNING and update.failures:
+        return trouble(state, ())
     if state.phase is Phase.STAGING and update.awaits_seal:
         return state, ()
     update = collect(state.phase, update)
@@ -225,6 +227,11 @@ def refusal(state: FleetState, replica: str, failures: tuple[Failure, ...]) -> M
     placed = tuple(failure.at(replica=replica) for failure in failures)
     if TABLE[state.phase].tolerant:
         return drop_out(state, replica, placed, answered=True)
+    if state.phase is Phase.PLANNING and all(failure.code in SIGHT for failure in placed):
+        # What the others see of the same files decides whether a retry makes sense: they are waited for.
+        update = current(state)
+        noted = replace(update, waiting=update.waiting - {replica}, failures=(*update.failures, *placed))
+        return proceed(replace(state, update=noted))
     return trouble(state, placed)
 
 

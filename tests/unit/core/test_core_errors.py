@@ -18,6 +18,7 @@ from updater.core.errors import (
     Unavailable,
     grouped,
     told,
+    worth_a_retry,
 )
 
 PAGE = Path(__file__).parents[3] / "docs" / "errors.md"
@@ -111,3 +112,14 @@ def test_an_error_may_stand_for_more_failures_than_it_lists() -> None:
     assert "5000" in str(error)
     assert error.retryable
     assert not Rejected(Failure("tensor_shape", "x")).retryable
+
+
+@pytest.mark.case("F22")
+def test_what_another_one_reads_whole_is_worth_a_retry() -> None:
+    short = Failure("file_truncated", "x", replica="one", file="f")
+    assert worth_a_retry([short], ["two"])
+    assert not worth_a_retry([short], ["one"])
+    assert not worth_a_retry([short])
+    assert not worth_a_retry([Failure("tensor_shape", "x", replica="one"), short], ["two"])
+    assert worth_a_retry([Failure("busy", "x")])
+    assert not worth_a_retry([])

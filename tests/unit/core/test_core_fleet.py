@@ -424,6 +424,23 @@ def test_an_update_without_participants_never_goes_on(sim: Simulation) -> None:
     assert not any(isinstance(effect, Finish) for effect in effects)
 
 
+@pytest.mark.case("F22")
+@pytest.mark.parametrize("other", ["source_missing", "tensor_shape"])
+def test_what_one_member_does_not_see_waits_for_what_the_others_say(sim: Simulation, other: str) -> None:
+    sim.begin("u", 4)
+    update = flow.current(state(sim))
+    fences = {
+        name: state(sim).fence(update.serial, update.attempt, incarnation) for name, incarnation in update.participants
+    }
+    first = Refused("b", "plan", fences["b"], (Failure("source_missing", "not here"),))
+    noted, _ = fleet.step(state(sim), first)
+    assert noted.phase is Phase.PLANNING
+    assert flow.current(noted).waiting == {"a"}
+    after, _ = fleet.step(noted, Refused("a", "plan", fences["a"], (Failure(other, "no"),)))
+    assert after.update is None or after.update.end is Outcome.REJECTED
+    assert after.phase is not Phase.PLANNING
+
+
 # --- whose words count
 
 
