@@ -24,6 +24,10 @@ class EngineControl:
         self._client = client
         self._paused = False  # by us
 
+    async def check(self, deadline_s: float) -> None:
+        """Before the server listens. Raises Aborted with why a worker's model can never be updated."""
+        await self._on_all("liveweights_check", (), deadline_s)
+
     async def attach(self, address: str, token: str, deadline_s: float) -> None:
         """Every worker connects to `address`. Raises Aborted with what each said."""
         await self._on_all("liveweights_attach", (address, token), deadline_s)

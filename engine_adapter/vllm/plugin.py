@@ -62,7 +62,9 @@ class LiveweightsPlugin:
         one, which then does not start.
         """
         if engine_client is not None:
-            self._replica = VllmReplica(engine_client, args)
+            replica = VllmReplica(engine_client, args)
+            await replica.check()
+            self._replica = replica
 
     def _live(self) -> str:
         return self._replica.gate.version if self._replica is not None else ""

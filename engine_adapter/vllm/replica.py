@@ -19,7 +19,8 @@ from engine_adapter.vllm.private import check_server, choose_mode, installed_ver
 from engine_adapter.vllm.reload.ranks import ReloadControl, ReloadRanks, make_hellos
 from engine_adapter.vllm.settings import Mode
 from engine_adapter.vllm.traffic.gate import VllmGate
-from updater.core.errors import Failure, LiveweightsError
+from updater.core.errors import Aborted, Failure, LiveweightsError
+from updater.security import ConfigurationError
 
 _log = logging.getLogger("liveweights.front")
 
@@ -35,6 +36,7 @@ class VllmReplica:
         check_server(client, args, mode)
         model = model_folder(client.vllm_config.model_config)
         control = ReloadControl(client) if mode is Mode.RELOAD else EngineControl(client)
+        self._control = control
         self.gate = VllmGate(control.abort, wanted.limits)
         client.generate = self.gate.gating(client.generate)
         client.encode = self.gate.gating(client.encode)
@@ -76,6 +78,15 @@ class VllmReplica:
             _log.warning("%s: %s", self.settings.replica, note)
         ranks = ReloadRanks(control, self.gate, str(model), roots, hellos, reload_s=self.settings.reload_s)
         return ranks, ranks
+
+    async def check(self) -> None:
+        """Before the server listens. Raises ConfigurationError for a model that no publication could reach."""
+        if isinstance(self._pool, AttachedPool):
+            try:
+                await self._control.check(self.settings.start_s)
+            except Aborted as error:
+                why = "; ".join(dict.fromkeys(failure.message for failure in error.failures))
+                raise ConfigurationError(f"liveweights cannot serve here: {why}") from None
 
     def begin(self) -> None:
         """The server listens, shut: attach to the workers, prove the start checkpoint, join."""

@@ -1,7 +1,7 @@
 """The worker extension: `vllm serve MODEL --worker-extension-cls engine_adapter.vllm.worker.LiveweightsWorker`.
 
 Each vLLM worker process gets our rank: an agent on threads of its own, which talks to the front over a Unix socket.
-Through vLLM's `collective_rpc` pass only two short calls, and neither ever raises: an exception there leaves the
+Through vLLM's `collective_rpc` pass only three short calls, and none ever raises: an exception there leaves the
 executor's replies out of step for good.
 """
 
@@ -22,6 +22,7 @@ from engine_adapter.rank.messages import Hello, RankDone
 from engine_adapter.rank.server import RankServer
 from engine_adapter.vllm.engine import VllmRankEngine
 from engine_adapter.vllm.messages import Attach, Attached
+from engine_adapter.vllm.twins.layers import check_compiled
 from updater import wire
 from updater.core.errors import Failure, LiveweightsError
 
@@ -36,6 +37,20 @@ class LiveweightsWorker:
     def liveweights_rank(self) -> WorkerRank:
         """This worker as a rank. A subclass may make another one."""
         return WorkerRank(self)
+
+    def liveweights_check(self) -> dict[str, Any]:
+        """Whether this worker's model can be updated at all, as far as that is seen at once."""
+        rank = int(getattr(self, "rank", -1))
+        worker: Any = self
+        try:
+            check_compiled(worker.get_model(), worker.vllm_config)
+        except LiveweightsError as error:
+            failure = error.failures[0]
+            why = f"{failure.code}: {failure.tensor}: {failure.message}: {failure.hint}"
+            return wire.plain(Attached(rank, False, why))  # type: ignore[no-any-return]
+        except Exception as error:  # the rank boundary
+            return wire.plain(Attached(rank, False, f"{type(error).__name__}: {error}"))  # type: ignore[no-any-return]
+        return wire.plain(Attached(rank, True))  # type: ignore[no-any-return]
 
     def liveweights_attach(self, address: str, token: str) -> dict[str, Any]:
         """Connect to the front's socket and serve it from a thread of our own. A later front takes the place."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -40,6 +41,16 @@ PROMPTS = (
 )
 _FIRST_SEED = 11
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+def packs_linears(dtype: Dtype) -> bool:
+    """Whether vLLM packs an unquantised linear of that dtype with the kernels that this process may use."""
+    operators: Any = import_module("vllm._custom_ops")
+    try:
+        operators.create_onednn_mm(torch.zeros(256, 256, dtype=getattr(torch, dtype)).t(), 32)
+    except RuntimeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,18 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from engine_adapter.models import encode, reference_tokens
 from tests.vllm_server.fleet import Fleet, coordinator, member
-from tests.vllm_server.models import PROMPTS, Checkpoints
+from tests.vllm_server.models import PROMPTS, Checkpoints, packs_linears
+from tests.vllm_server.server import StartFailed
 
 COUNT = 32
 
 
-def test_a_compiled_model_is_updated_in_place_and_rolled_back(
+@pytest.mark.case("F00")
+@pytest.mark.any_processor
+def test_a_compiled_model_is_updated_in_place_or_refused_at_its_start(
     checkpoints: Callable[..., Checkpoints], tmp_path: Path
 ) -> None:
-    """The ranks compare every address before and after: one that moved would take the install back."""
+    """The ranks compare every address before and after: one that moved would take the install back.
+
+    Where vLLM packs bfloat16 linears for the processor, the server says so and ends before it listens.
+    """
     models = checkpoints("llama")
+    if packs_linears("bfloat16"):
+        with pytest.raises(StartFailed) as raised, member(models.first, tmp_path / "server.log", None, eager=False):
+            raise AssertionError("it came up")
+        assert "placement_refused" in raised.value.output
+        return
     roots = [models.first.parent]
     with coordinator(tmp_path / "coordinator", roots) as at:
         environment = {"LIVEWEIGHTS_SPARE": "host"}

@@ -72,6 +72,14 @@ def test_a_server_says_what_transformers_says(llama_fleet: Fleet) -> None:
     assert len(server.processes()) >= 3  # API server, engine core, worker
 
 
+@pytest.mark.case("F00")
+def test_a_worker_uses_the_kernels_that_the_tests_were_told_to(llama_fleet: Fleet) -> None:
+    from tests.vllm_server.slow import KERNELS, kernels_of  # imports vLLM
+
+    assert llama_fleet.slow is not None
+    assert kernels_of(llama_fleet.slow).read_text() == os.environ.get(KERNELS, "")
+
+
 def test_a_server_that_ends_before_it_is_ready_shows_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no such option')"]
     with pytest.raises(StartFailed) as raised:

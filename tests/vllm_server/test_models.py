@@ -47,7 +47,16 @@ def same(found: tuple[list[tuple[int, ...]], str], seen: Seen, key: tuple[str, s
     return found[0] == expected and found == seen.setdefault(key, found)
 
 
-@pytest.mark.parametrize(("name", "dtype", "ranks"), CASES, ids=lambda value: str(value))
+#: The one whose start is run with the kernels of every processor.
+ANY_PROCESSOR = ("qwen2-tied", "bfloat16", 1)
+
+
+@pytest.mark.case("F00")
+@pytest.mark.parametrize(
+    ("name", "dtype", "ranks"),
+    [pytest.param(*case, marks=pytest.mark.any_processor if case == ANY_PROCESSOR else ()) for case in CASES],
+    ids=lambda value: str(value),
+)
 def test_commit_and_rollback_give_the_tokens_of_engines_that_started_so(
     checkpoints: Callable[..., Checkpoints], tmp_path: Path, seen: Seen, name: str, dtype: str, ranks: int
 ) -> None:

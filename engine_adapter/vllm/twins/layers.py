@@ -28,6 +28,9 @@ from engine_adapter.vllm.twins.state import attributes_of
 from engine_adapter.vllm.twins.table import HOOKS, METHODS, Method, qualified
 from updater.core.errors import Failure, Rejected
 
+_NEEDS_EAGER = "a compiled model keeps the old kernel"
+_EAGER = "start vLLM with --enforce-eager"
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessedLayers:
@@ -66,6 +69,27 @@ def processed_layers(model: nn.Module, vllm_config: Any, fresh: nn.Module) -> Pr
     raw = {name: _held(name, start[name]) for layer in packed for name in layer.raw}
     raw |= {name: _held(name, tensor) for layer in packed for name, tensor in layer.replaced.items()}
     return ProcessedLayers(raw, tuple(layer.derived() for layer in packed))
+
+
+def check_compiled(model: nn.Module, vllm_config: Any) -> None:
+    """What `processed_layers` would refuse of a compiled model, seen without a twin: before the server listens.
+
+    `model`: loaded and processed. Raises Rejected (`placement_refused`).
+    """
+    packed = [name for name, module in model.named_modules() if _is_packed(module)]
+    if packed and _is_compiled(vllm_config):
+        why = f"one of {len(packed)} layers that vLLM packed for this processor: {_NEEDS_EAGER}"
+        raise Rejected(Failure("placement_refused", why, tensor=packed[0], hint=_EAGER))
+
+
+def _is_packed(layer: nn.Module) -> bool:
+    """Weights left empty, or kept by a quant method that packs on CPU without a trace in the parameters."""
+    method = METHODS.get(qualified(type(getattr(layer, "quant_method", None))))
+    if method is None:
+        return False
+    held = [parameter for parameter in layer._parameters.values() if parameter is not None]
+    on_cpu = all(parameter.device.type == "cpu" for parameter in held)
+    return any(not parameter.numel() for parameter in held) or (bool(method.stateful) and on_cpu)
 
 
 def may_be_packed(live: nn.Module, fresh: nn.Module, method: Method) -> bool:
@@ -153,10 +177,14 @@ def shared(layers: list[ProcessedLayer]) -> list[Failure]:
 
 def _compiled(packed: list[ProcessedLayer], vllm_config: Any) -> list[Failure]:
     """A compiled graph holds the kernels that it was traced with."""
-    if int(vllm_config.compilation_config.mode or 0) == 0:
+    if not _is_compiled(vllm_config):
         return []
-    why = "packed, and a compiled model keeps the old kernel: needs --enforce-eager"
-    return [Failure("placement_refused", why, tensor=layer.name) for layer in packed]
+    why = f"packed by vLLM: {_NEEDS_EAGER}"
+    return [Failure("placement_refused", why, tensor=layer.name, hint=_EAGER) for layer in packed]
+
+
+def _is_compiled(vllm_config: Any) -> bool:
+    return int(vllm_config.compilation_config.mode or 0) != 0
 
 
 def _held(name: str, tensor: torch.Tensor) -> Parameter:
