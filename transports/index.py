@@ -65,7 +65,8 @@ def find_layout(path: str, roots: Sequence[str]) -> Layout:
         return _indexed(folder, INDEX_NAME if INDEX_NAME in indexes else indexes[0], present, indexes, roots)
     files = natural(name for name in present if name.endswith(SUFFIX))
     if not files:
-        raise refuse("source_missing", f"no {SUFFIX} file and no index in this directory", file=path)
+        hint = f"save the model as safetensors: files that end in {SUFFIX} are read, no others"
+        raise refuse("source_missing", f"no {SUFFIX} file and no index in this directory", file=path, hint=hint)
     _check_numbering(files)
     return Layout(folder, tuple(files))
 

@@ -141,7 +141,7 @@ class RankWork:
         transport = request.offer.kind if request.offer is not None else "disk"
         unsupported = capabilities.refuses(policy, transport)
         if unsupported is not None:
-            raise refuse("mode_unsupported", f"this engine does not support {unsupported}")
+            raise refuse("mode_unsupported", f"this engine does not support {unsupported}", hint=capabilities.offers())
         install = capabilities.install[0] if request.install is InstallMode.AUTO else request.install
         if request.kind is Kind.ROLLBACK:
             self._planned = Planned(request, (), (), install)

@@ -90,7 +90,8 @@ def check_supported(vllm_config: Any) -> None:
         "expert parallelism: a rank's loader drops the other ranks' experts": parallel.enable_expert_parallel,
         "pipeline parallelism: a rank's loader drops the other stages' layers": parallel.pipeline_parallel_size > 1,
     }
-    failures = [Failure("adapter_unsupported", why) for why, is_on in found.items() if is_on]
+    hint = "start vLLM without it"
+    failures = [Failure("adapter_unsupported", why, hint=hint) for why, is_on in found.items() if is_on]
     if failures:
         raise Rejected(*failures)
 

@@ -120,12 +120,14 @@ def test_a_backend_that_cannot_be_had_is_refused() -> None:
             BroadcastSender(backend="nccl")
 
 
+@pytest.mark.case("F27")
 def test_two_ranks_on_one_device_are_refused_for_nccl() -> None:
     offer = StreamOffer("broadcast", "127.0.0.1:1", "session", seats_for(2, 1))
     refuse_shared_devices(offer, "GPU-0", {0: "GPU-1", 1: "GPU-2", 2: "GPU-3"})
     with refused("transport_unsupported") as caught:
         refuse_shared_devices(offer, "GPU-0", {0: "GPU-1", 1: "GPU-0", 2: "GPU-1"})
     assert [(each.replica, each.rank) for each in caught[0].failures] == [("r0", 0), ("r0", 1), ("r1", 0)]
+    assert "cuda_ipc" in caught[0].hint
     with refused("transport_unsupported"):
         refuse_shared_devices(offer, "GPU-0", {0: "GPU-1", 1: "", 2: "GPU-2"})
 

@@ -63,7 +63,11 @@ def lora_source(
     check(tensors, names)
     casts.check(names.values())
     if not walk.changed:
-        raise refuse("adapter_unsupported", "no layer is changed by an active adapter: this would push the bare base")
+        raise refuse(
+            "adapter_unsupported",
+            "no layer is changed by an active adapter: this would push the bare base",
+            hint="activate the adapter (set_adapter), or push the base model itself (get_base_model)",
+        )
     _check_ties(entries, names)
     group = group or group_of_tensors(tensors.values())
     sender = global_rank(group, sender_rank)

@@ -31,7 +31,9 @@ def module_source(
 
         if lora.has_adapters(module):
             if flat:
-                raise refuse("adapter_unsupported", "adapters inside FullyShardedDataParallel; use fully_shard")
+                raise refuse(
+                    "adapter_unsupported", "adapters inside FullyShardedDataParallel", hint="shard it with fully_shard"
+                )
             return lora.lora_source(module, casts, group=group, sender_rank=sender_rank)
     if flat:
         from trainer_side.sources.fsdp1 import fsdp1_source

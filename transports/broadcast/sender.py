@@ -237,8 +237,12 @@ def refuse_shared_devices(offer: StreamOffer, own: str, devices: Mapping[int, st
     taken = [own, *devices.values()]
     wrong = [n for n, device in devices.items() if not device or taken.count(device) > 1]
     if wrong:
-        why = "nccl needs a device of its own for every rank"
-        raise Aborted(*(place(offer, number, Failure("transport_unsupported", why)) for number in sorted(wrong)))
+        failure = Failure(
+            "transport_unsupported",
+            "nccl needs a device of its own for every rank",
+            hint="push by transport='cuda_ipc' where ranks share a card, or with sender_options={'backend': 'gloo'}",
+        )
+        raise Aborted(*(place(offer, number, failure) for number in sorted(wrong)))
 
 
 def _misused(why: str) -> Aborted:

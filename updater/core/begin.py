@@ -128,7 +128,8 @@ def _update_problem(state: FleetState, event: Begin) -> Failure | None:
     if version <= state.highest:
         return Failure("stale_version", f"{version} does not exceed {state.highest}, the highest decided one")
     if version.run != expected_run:
-        return Failure("bad_request", f"run {version.run} is not {expected_run}; new_run opens the next")
+        hint = "give a bare step for the current run; new_run (--new-run) opens the next one"
+        return Failure("bad_request", f"run {version.run} is not {expected_run}", hint=hint)
     if event.base is not None and event.base != serving.version:
         return Failure("base_mismatch", f"made on {event.base}, but {serving.version} is live")
     return _expected_problem(event, serving)

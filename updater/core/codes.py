@@ -88,7 +88,11 @@ TABLE: dict[str, Code] = {
         503, "No replica serves yet.", retry=True, hint="start one: liveweights engine MODEL --coordinator URL"
     ),
     "mode_unsupported": Code(422, "The policy asks for what the engine, or its combination, does not allow."),
-    "transport_unsupported": Code(422, "The fleet, or this machine, cannot use this transport."),
+    "transport_unsupported": Code(
+        422,
+        "The fleet, or this machine, cannot use this transport.",
+        hint="push by another one: disk, broadcast or shared_memory (--transport)",
+    ),
     "adapter_unsupported": Code(
         422,
         "The source is an adapter, not a model.",
@@ -105,7 +109,11 @@ TABLE: dict[str, Code] = {
         "The path is not absolute, or lies under no configured root.",
         hint="start the coordinator and the replicas with --root DIR",
     ),
-    "source_missing": Code(422, "Nothing that can be read as a checkpoint lies at the path."),
+    "source_missing": Code(
+        422,
+        "Nothing that can be read as a checkpoint lies at the path.",
+        hint="the coordinator and every replica read the path: it has to lie where all of them see it",
+    ),
     "source_changed": Code(
         422, "The source was written to while it was read.", hint="publish it again once its writer has ended"
     ),
@@ -115,14 +123,14 @@ TABLE: dict[str, Code] = {
     "file_range": Code(422, "A header gives a tensor bytes that do not fit its shape or the file."),
     "file_duplicate": Code(422, "One name is given twice in a header or by two files."),
     "index_mismatch": Code(422, "The index and the files that it names do not agree."),
-    "shard_missing": Code(422, "The index names a file that is not there."),
+    "shard_missing": Code(422, "The index names a file that is not there.", hint="wait until its writer has ended"),
     "read_failed": Code(424, "The operating system could not read a file.", retry=True),
     # sources: streams
     "stream_mismatch": Code(422, "What the sender sent is not what its plan or the manifest says."),
     "peer_lost": Code(424, "A sender or receiver of the stream went away.", retry=True),
     "peer_timeout": Code(424, "A sender or receiver of the stream did not answer in time.", retry=True),
     # content
-    "manifest_invalid": Code(422, "The manifest cannot be read."),
+    "manifest_invalid": Code(422, "The manifest cannot be read.", hint="liveweights manifest DIR writes it anew"),
     "manifest_mismatch": Code(
         422,
         "The bytes are not those that the manifest promises.",

@@ -106,6 +106,12 @@ class Capabilities:
     transports: tuple[str, ...] = ("disk", "broadcast", "shared_memory", "cuda_ipc")
     notes: tuple[str, ...] = field(default=())  # why a cell is refused, for people
 
+    def offers(self) -> str:
+        """What can be asked for instead of what was refused."""
+        cells = ", ".join(f"{in_flight.value} with {cache.value}" for in_flight, cache in self.cells)
+        install = ", ".join(mode.value for mode in self.install)
+        return f"it supports (in_flight with cache) {cells}; install {install}; transport {', '.join(self.transports)}"
+
     def refuses(self, policy: Policy, transport: str) -> str | None:
         """Why this engine cannot honour the policy, or None."""
         if (policy.in_flight, policy.cache) not in self.cells:

@@ -147,7 +147,8 @@ class ReloadRanks:
         policy = Policy(in_flight=request.in_flight, cache=request.cache, install=request.install)
         unsupported = self.hellos[0].capabilities.refuses(policy, request.offer.kind)
         if unsupported is not None:
-            raise refuse("mode_unsupported", f"vLLM's own reload does not support {unsupported}")
+            hint = self.hellos[0].capabilities.offers()
+            raise refuse("mode_unsupported", f"vLLM's own reload does not support {unsupported}", hint=hint)
         return request.offer
 
     async def stage(self, request: StageRequest) -> StageReply:

@@ -123,3 +123,31 @@ def test_what_another_one_reads_whole_is_worth_a_retry() -> None:
     assert not worth_a_retry([Failure("tensor_shape", "x", replica="one"), short], ["two"])
     assert worth_a_retry([Failure("busy", "x")])
     assert not worth_a_retry([])
+
+
+@pytest.mark.case("F27")
+@pytest.mark.parametrize(
+    ("code", "way"),
+    [
+        ("stale_version", "new_run"),
+        ("tensor_narrowing", "allow_narrowing"),
+        ("tensor_narrowing", "dtypes"),
+        ("tensor_nonfinite", "--allow-nonfinite"),
+        ("adapter_unsupported", "merge_and_unload"),
+        ("manifest_required", "liveweights manifest"),
+        ("busy", "on_busy"),
+        ("quiesce_timeout", "--in-flight"),
+        ("source_outside_roots", "--root"),
+        ("member_blocked", "readmit"),
+        ("adopt_needed", "adopt"),
+        ("no_members", "liveweights engine"),
+        ("replica_id_taken", "--replica"),
+    ],
+)
+def test_a_refusal_with_a_way_out_names_it(code: str, way: str) -> None:
+    assert way in Failure(code, "").hint
+
+
+@pytest.mark.case("F27")
+def test_every_refusal_by_a_precondition_has_a_way_out() -> None:
+    assert not [name for name, row in codes.TABLE.items() if row.status == 412 and not row.hint]

@@ -60,6 +60,8 @@ def test_an_engine_refuses_what_it_does_not_support() -> None:
     assert engine.refuses(Policy(in_flight=InFlight.ABORT), "disk")
     assert engine.refuses(Policy(install=InstallMode.EXCHANGE), "disk")
     assert engine.refuses(Policy(), "pigeon")
+    assert all(cell[0].value in engine.offers() and cell[1].value in engine.offers() for cell in engine.cells)
+    assert all(transport in engine.offers() for transport in engine.transports)
 
 
 def test_a_failure_needs_a_known_code() -> None:
