@@ -74,6 +74,7 @@ class Asking(TypedDict, total=False):
 
     policy: Policy | Mapping[str, Any] | None
     allow_suspicious: Sequence[str]
+    layouts: Mapping[str, str] | None
     hooks: Hooks | None
     id: str | None
     base_version: str | Version | None
@@ -87,7 +88,8 @@ class Asked:
     """One push, beside its weights. Raises Rejected `bad_request` for a version that is none.
 
     `version`: a step of the current run, `run-step`, or a `Version`. `policy`: what differs from the defaults.
-    `allow_suspicious`: patterns of tensors that may hold no normal number; part of the policy.
+    `allow_suspicious`: patterns of tensors that may hold no normal number; `layouts`: {pattern: kind} of tensors that
+    hold several of the model's (`updater.core.policy.SourceLayout`); both are part of the policy.
     `base_version`: refuse unless this one is live. `id`: names this update; asked again it is the same one.
     `hooks`: called as it goes on. `lease_s`: how long a stream lives without a sign of this process (renewed in the
     background). `timeout_s`: how long to wait for the end. `progress`: told of bytes that were written or sent.
@@ -96,6 +98,7 @@ class Asked:
     version: int | str | Version
     policy: Policy | Mapping[str, Any] | None = None
     allow_suspicious: Sequence[str] = ()
+    layouts: Mapping[str, str] | None = None
     hooks: Hooks | None = None
     id: str | None = None
     base_version: str | Version | None = None
@@ -106,7 +109,7 @@ class Asked:
 
     def __post_init__(self) -> None:
         terms = Terms.of(self.version, self.policy, self.id, self.base_version)
-        object.__setattr__(self, "terms", terms.allowing(self.allow_suspicious))
+        object.__setattr__(self, "terms", terms.allowing(self.allow_suspicious, self.layouts))
 
 
 class PushOptions(PusherOptions, Asking, total=False):

@@ -40,12 +40,16 @@ class Terms:
         base = None if base_version is None else str(base_version)
         return cls(str(version) if isinstance(version, Version) else version, _policy(policy), id, base)
 
-    def allowing(self, suspicious: Sequence[str]) -> Terms:
-        """The same with more in the policy."""
-        if not suspicious:
-            return self
-        both = (*self.policy.get("allow_suspicious", ()), *suspicious)
-        return replace(self, policy={**self.policy, "allow_suspicious": list(dict.fromkeys(both))})
+    def allowing(self, suspicious: Sequence[str], layouts: Mapping[str, str] | None) -> Terms:
+        """The same with more in the policy. What is named here comes before what the policy says."""
+        more: dict[str, Any] = {}
+        if suspicious:
+            both = (*self.policy.get("allow_suspicious", ()), *suspicious)
+            more["allow_suspicious"] = list(dict.fromkeys(both))
+        if layouts:
+            given = {glob: str(kind) for glob, kind in layouts.items()}
+            more["layouts"] = {**given, **{k: v for k, v in self.policy.get("layouts", {}).items() if k not in given}}
+        return replace(self, policy={**self.policy, **more}) if more else self
 
     def body(self) -> dict[str, Any]:
         """Of the request, without its source."""
@@ -72,7 +76,8 @@ def _policy(policy: Policy | Mapping[str, Any] | None) -> dict[str, Any]:
         return {}
     if isinstance(policy, Policy):
         plain, usual = wire.plain(policy), wire.plain(Policy())
-        return {key: value for key, value in plain.items() if value != usual[key]}
+        found = {key: value for key, value in plain.items() if value != usual[key]}
+        return {**found, "layouts": dict(found["layouts"])} if "layouts" in found else found
     return dict(policy)
 
 

@@ -16,15 +16,23 @@ from transports.dtypes import TORCH_DTYPES, byte_shape, is_packed
 from transports.hashes import folder_hashes
 from transports.index import find_layout
 from updater.core.errors import Failure, Rejected, refuse
+from updater.core.policy import SourceLayout
 from updater.manifest import FILE_NAME, Manifest, TensorEntry, TensorSpec
 
+Layouts = Sequence[tuple[str, SourceLayout]]
 _SLAB = 32 << 20  # bytes of one tensor held at a time while digesting
 
 
 def build_manifest(
-    path: str, progress: Callable[[int], None] = lambda _bytes: None, *, roots: Sequence[str] = ("/",)
+    path: str,
+    progress: Callable[[int], None] = lambda _bytes: None,
+    *,
+    roots: Sequence[str] = ("/",),
+    layouts: Layouts = (),
 ) -> Manifest:
     """Digest every tensor of a checkpoint. `progress` gets increments of bytes. An old manifest is not looked at.
+
+    `layouts`: how tensors lie that hold several of a model's, for the manifest to say.
 
     Raises as `DiskSource.open`, and Aborted where files change or fail while they are read.
     """
@@ -42,14 +50,19 @@ def build_manifest(
         tokenizer_hash=hashes.tokenizer,
         quantization_hash=hashes.quantization,
         ties=_ties(entries) if hashes.tied else (),
+        layouts=tuple(layouts),
     )
 
 
 def write_manifest(
-    path: str, progress: Callable[[int], None] = lambda _bytes: None, *, roots: Sequence[str] = ("/",)
+    path: str,
+    progress: Callable[[int], None] = lambda _bytes: None,
+    *,
+    roots: Sequence[str] = ("/",),
+    layouts: Layouts = (),
 ) -> Manifest:
     """Build it and put it beside the weights, whole or not at all."""
-    manifest = build_manifest(path, progress, roots=roots)
+    manifest = build_manifest(path, progress, roots=roots, layouts=layouts)
     folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
     save_manifest(manifest, folder)
     return manifest

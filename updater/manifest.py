@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from updater import wire
+from updater.core.policy import SourceLayout
 
 FILE_NAME = "liveweights.manifest.json"
 #: How the name of a sharded checkpoint's index ends.
@@ -83,6 +84,8 @@ class Manifest:
     """`tensors` sorted by name. Hashes are SHA-256 hex of the canonical file, or empty where there is none.
 
     `ties`: alias name -> canonical name. `ignored`: glob patterns of names that no engine is expected to load.
+    `layouts`: (glob pattern of names, `updater.core.policy.SourceLayout`): how tensors lie that hold several of a
+    model's; the first pattern counts.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -94,10 +97,14 @@ class Manifest:
     source_revision: str = ""
     ties: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+    layouts: tuple[tuple[str, SourceLayout], ...] = ()
 
     def to_json(self) -> str:
-        """Canonical: keys sorted, no spaces."""
-        return json.dumps(wire.plain(self), sort_keys=True, separators=(",", ":"))
+        """Canonical: keys sorted, no spaces; what came after 0.1.0 only where it says something."""
+        plain = wire.plain(self)
+        if not self.layouts:
+            del plain["layouts"]
+        return json.dumps(plain, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Manifest:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from updater.core.participant import FrontState as ReplicaState
-from updater.core.policy import CachePolicy, CommitMode, InFlight, InstallMode, OnBusy, PreviousMode
+from updater.core.policy import CachePolicy, CommitMode, InFlight, InstallMode, OnBusy, PreviousMode, SourceLayout
 
 MAX_STEP = 10**18 - 1
 Id = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$")]
@@ -63,6 +63,10 @@ class PolicyBody(_Body):
         list[Glob],
         Field(max_length=1000, description="Patterns of tensors that may hold no normal number."),
     ] = []
+    layouts: Annotated[
+        dict[Glob, Annotated[SourceLayout, Field(strict=False)]],
+        Field(max_length=1000, description="How tensors lie that hold several of the model's; the first hit counts."),
+    ] = {}
     new_run: bool = False
     partial: bool = False
     deadline_s: Seconds = 600.0

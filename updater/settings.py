@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from updater.core.policy import Policy
+from updater.core.policy import Policy, SourceLayout
 from updater.networks import Networks
 from updater.security import ConfigurationError, Tokens, check_bind
 
@@ -56,8 +56,9 @@ class Settings:
     """`state`: folder of the journal; None: `default_state`. `roots`: folders under which a source must lie, links
     resolved. `port` 0: any free one.
 
-    `allow_suspicious`: as in the policy of an update, for all updates of this fleet. `allow_networks`: CIDR networks
-    that a replica may join from; empty: this machine if bound to loopback, else any.
+    `allow_suspicious`, `layouts`: as in the policy of an update, for all updates of this fleet; an update's own come
+    first. `allow_networks`: CIDR networks that a replica may join from; empty: this machine if bound to loopback, else
+    any.
     """
 
     state: Path | None = None
@@ -74,6 +75,7 @@ class Settings:
     history: int = 1000  # requests whose receipts are kept whole; older ones leave a short one for a long time
 
     allow_suspicious: tuple[str, ...] = ()
+    layouts: tuple[tuple[str, SourceLayout], ...] = ()
     allow_networks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -86,8 +88,9 @@ class Settings:
 
     def extended(self, policy: Policy) -> Policy:
         """An update's policy with what holds for the whole fleet."""
-        both = (*policy.allow_suspicious, *self.allow_suspicious)
-        return replace(policy, allow_suspicious=tuple(dict.fromkeys(both)))
+        suspicious = tuple(dict.fromkeys((*policy.allow_suspicious, *self.allow_suspicious)))
+        layouts = tuple(dict.fromkeys((*policy.layouts, *self.layouts)))
+        return replace(policy, allow_suspicious=suspicious, layouts=layouts)
 
     @property
     def networks(self) -> Networks:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from engine_adapter.base import Parameter
 from engine_adapter.placement.cutting import Cut, rows_of
-from engine_adapter.placement.layouts import Experts, Layout, LayoutError, Replicated, parts_of
+from engine_adapter.placement.layouts import QKV, Experts, Layout, LayoutError, Replicated, parts_of
 from engine_adapter.placement.names import Mapper, NameRules, Shard, nearest
 from engine_adapter.placement.rows import CarryRow, FillRow, Placement, Row
 from transports.base import Box
@@ -35,16 +35,24 @@ class Rules:
     `layouts`: (glob of parameter names, layout); the first that matches counts, no match means replicated.
     `carried`: globs of parameters that no checkpoint feeds: their live bytes are carried over.
     `hints`: (glob of checkpoint names, text) appended to the message when such a name is missing, for example the
-    configuration flag that asks for it.
+    configuration flag that asks for it. `tested`: globs of parameters whose library has one way of fusing what feeds
+    them, which was tried in both spellings (B054).
     """
 
     names: NameRules = field(default_factory=NameRules)
     layouts: tuple[tuple[str, Layout], ...] = ()
     carried: tuple[str, ...] = ()
     hints: tuple[tuple[str, str], ...] = ()
+    tested: tuple[str, ...] = ()
 
     def layout_of(self, parameter: str) -> Layout:
         return next((layout for glob, layout in self.layouts if fnmatchcase(parameter, glob)), Replicated())
+
+    @property
+    def kv_heads(self) -> int:
+        """Of all fused attention parameters; 0 where they differ or there are none."""
+        found = {layout.kv_heads for _, layout in self.layouts if isinstance(layout, QKV)}
+        return found.pop() if len(found) == 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +126,18 @@ class _Analysis:
             unexpected=tuple(sorted(self.unexpected)),
             missing=tuple(sorted(self.missing)),
             redundant=tuple(sorted(self.redundant)),
+            tested=self._tested(),
+            kv_heads=self.rules.kv_heads,
         )
         return Declared(placement, tuple(self.failures))
+
+    def _tested(self) -> frozenset[str]:
+        return frozenset(
+            source
+            for parameter, feeds in self.feeds.items()
+            if any(fnmatchcase(parameter, glob) for glob in self.rules.tested)
+            for source, _, _ in feeds
+        )
 
     def _fail(self, code: str, message: str, tensor: str) -> None:
         self.failures.append(Failure(code, message, rank=self.rank, tensor=tensor))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from transports.base import Box
 from updater.core.errors import Failure
 from updater.core.participant import Offer, RankInfo
-from updater.core.policy import CachePolicy, Capabilities, InstallMode
+from updater.core.policy import CachePolicy, Capabilities, InstallMode, SourceLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,8 @@ class RankPlan:
 
     `roots`: folders under which the path of a disk offer must lie, links resolved. `start`: this is the replay of the
     start checkpoint. `first`: number of the replica's first receiver in a stream; ranks follow in order. `known`: what
-    the content must be is known already, and the vote compares it (a catch-up).
+    the content must be is known already, and the vote compares it (a catch-up). `layouts`: (glob of source names, how
+    they lie).
     """
 
     serial: int
@@ -43,6 +44,7 @@ class RankPlan:
     start: bool = False
     first: int = 0
     known: bool = False
+    layouts: tuple[tuple[str, SourceLayout], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

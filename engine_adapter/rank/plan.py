@@ -13,6 +13,7 @@ from engine_adapter.base import RankEngine
 from engine_adapter.placement.casts import Cast, cast_between
 from engine_adapter.placement.coverage import check_destination, check_rows, source_boxes
 from engine_adapter.placement.rows import CopyRow, Placement
+from engine_adapter.placement.spelling import Proved, Stated, respelled, shown, stated_layouts
 from engine_adapter.rank.messages import RankPlan, RankPlanReply, SourceBoxes, WireTensor
 from transports.base import Box, Source
 from transports.disk import DiskSource
@@ -20,7 +21,7 @@ from transports.dtypes import DTYPE_NAMES
 from transports.stream import StreamSource
 from updater.core.errors import Failure, Rejected
 from updater.core.participant import Offer, StreamOffer
-from updater.manifest import DTYPE_BITS, TensorSpec
+from updater.manifest import DTYPE_BITS, Manifest, TensorSpec
 
 #: (offer, roots, manifest as JSON text or empty, number of this receiver in a stream) -> an opened source.
 Opener = Callable[[Offer, tuple[str, ...], str, int], Source]
@@ -30,7 +31,8 @@ Opener = Callable[[Offer, tuple[str, ...], str, int], Source]
 class Plan:
     """`casts`: one entry per copy row whose dtypes differ, by its index in `placement.rows`.
 
-    `own_redundant`: aliases whose bytes this rank digests for all (each is read by one rank only).
+    `own_redundant`: aliases whose bytes this rank digests for all (each is read by one rank only). `stated`: how
+    sources lie, as the publication, the fleet or the manifest says.
     """
 
     request: RankPlan
@@ -40,6 +42,7 @@ class Plan:
     casts: Mapping[int, Cast]
     own_redundant: tuple[str, ...]
     reply: RankPlanReply
+    stated: Mapping[str, Stated] = field(default_factory=dict)
     cancelled: threading.Event = field(default_factory=threading.Event)
     closed: bool = False
 
@@ -58,23 +61,37 @@ class Plan:
         return isinstance(self.source, StreamSource) or all(known.get(name) for name in self.placement.loaded)
 
 
-def make_plan(engine: RankEngine, tensors: Mapping[str, torch.Tensor], request: RankPlan, open_source: Opener) -> Plan:
-    """Raises `LiveweightsError` with everything that is wrong; nothing is held then."""
+def make_plan(
+    engine: RankEngine,
+    tensors: Mapping[str, torch.Tensor],
+    request: RankPlan,
+    open_source: Opener,
+    proved: Proved | None = None,
+) -> Plan:
+    """`proved`: the spelling that the engine started on. Raises `LiveweightsError` with everything that is wrong;
+    nothing is held then.
+    """
     source = open_source(request.offer, request.roots, request.manifest, request.first + engine.rank)
     try:
-        return _planned(engine, tensors, request, source)
+        return _planned(engine, tensors, request, source, proved)
     except BaseException:
         source.close()
         raise
 
 
-def _planned(engine: RankEngine, tensors: Mapping[str, torch.Tensor], request: RankPlan, source: Source) -> Plan:
+def _planned(
+    engine: RankEngine,
+    tensors: Mapping[str, torch.Tensor],
+    request: RankPlan,
+    source: Source,
+    proved: Proved | None,
+) -> Plan:
     if isinstance(source, DiskSource) and source.ambiguous and not request.known:
         raise Rejected(*(failure.at(rank=engine.rank) for failure in source.ambiguous))
     manifest = source.manifest
     patterns = manifest.ignored if manifest is not None else ()
     specs = {n: s for n, s in source.specs.items() if not any(fnmatchcase(n, pattern) for pattern in patterns)}
-    placement = engine.placement(specs)
+    placement, stated, words = _placed(engine, specs, request, manifest, proved)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     failures = _name_failures(placement) or check_rows(placement, specs, shapes)
     if not failures:
@@ -93,8 +110,30 @@ def _planned(engine: RankEngine, tensors: Mapping[str, torch.Tensor], request: R
         placement=placement,
         casts=casts,
         own_redundant=own,
-        reply=_reply(engine.rank, placement, specs, own, source),
+        reply=_reply(engine.rank, placement, specs, own, source, words),
+        stated=stated,
     )
+
+
+def _placed(
+    engine: RankEngine,
+    specs: Mapping[str, TensorSpec],
+    request: RankPlan,
+    manifest: Manifest | None,
+    proved: Proved | None,
+) -> tuple[Placement, Mapping[str, Stated], tuple[str, ...]]:
+    """The placement, what is stated of sources that it has, and what of that was taken.
+
+    A start is placed as the engine's loader does it: its replay is the proof. Raises `LiveweightsError`.
+    """
+    stated = stated_layouts(specs, request.layouts, manifest.layouts if manifest is not None else ())
+    if request.start or proved is None:
+        return engine.placement(specs), stated, ()
+    try:
+        placement, words = respelled(proved, specs, engine.placement(shown(specs, stated)), stated)
+    except Rejected as error:
+        raise Rejected(*(failure.at(rank=engine.rank) for failure in error.failures)) from None
+    return placement, stated, words
 
 
 def _name_failures(placement: Placement) -> list[Failure]:
@@ -131,7 +170,12 @@ def _casts(
 
 
 def _reply(
-    rank: int, placement: Placement, specs: Mapping[str, TensorSpec], own: tuple[str, ...], source: Source
+    rank: int,
+    placement: Placement,
+    specs: Mapping[str, TensorSpec],
+    own: tuple[str, ...],
+    source: Source,
+    words: tuple[str, ...],
 ) -> RankPlanReply:
     digests = _manifest_digests(source)
     names = sorted(placement.loaded | {alias for alias, _ in placement.redundant})
@@ -144,7 +188,7 @@ def _reply(
         redundant=placement.redundant,
         manifest_digest="" if source.manifest is None else source.manifest.digest,
         bytes_to_read=sum(_nbytes(specs[each.name], box) for each in boxes for box in each.boxes),
-        warnings=(*source.warnings, *_warnings(placement, specs, source)),
+        warnings=(*source.warnings, *_warnings(placement, specs, source), *words),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
+from engine_adapter.placement.spelling import Proved
 from engine_adapter.rank.blank import blank_sources
 from engine_adapter.rank.digests import parameter_digests
 from engine_adapter.rank.messages import (
@@ -78,12 +79,14 @@ class StagingHalf:
             state.drop_plan()
             self._planning = (request.serial, cancelled)
             try:
-                plan = make_plan(state.engine, state.spare.live, request, self._open_source)
+                plan = make_plan(state.engine, state.spare.live, request, self._open_source, state.proved)
                 plan.cancelled = cancelled
                 if cancelled.is_set():
                     plan.close()
                     raise self._endless(cancelled.is_set).error()
                 state.plan = plan
+                if request.start:
+                    state.proved = Proved(plan.specs, plan.placement, plan.stated)
             finally:
                 self._planning = None
             return plan.reply

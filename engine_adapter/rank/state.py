@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from engine_adapter.base import PausePoint, RankEngine
+from engine_adapter.placement.spelling import Proved
 from engine_adapter.rank.derived import DerivedStates
 from engine_adapter.rank.messages import RankStageReply, RankVerify, RankVerifyReply
 from engine_adapter.rank.plan import Plan
@@ -36,7 +37,9 @@ class Install:
 
 @dataclass(slots=True)
 class RankState:
-    """`label`: version and content digest of what is live. `voted`: serial and fingerprint of the last yes.
+    """`label`: version and content digest of what is live. `proved`: the spelling that it started on.
+
+    `voted`: serial and fingerprint of the last yes.
 
     `live_digests`, `spare_digests`: parameter digests as of the vote, or None where nobody looked. `point`: where the
     engine stands while it is paused. `last_install`, `undone`: (serial, attempt) since the last vote. `discarded`: the
@@ -50,6 +53,7 @@ class RankState:
     clock: Callable[[], float] = time.monotonic
     label: tuple[str, str] = (str(START), "")
     plan: Plan | None = None
+    proved: Proved | None = None
     stage_reply: RankStageReply | None = None
     verified: tuple[RankVerify, RankVerifyReply] | None = None
     voted: tuple[int, str] | None = None

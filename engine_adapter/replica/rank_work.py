@@ -157,6 +157,7 @@ class RankWork:
             allow_narrowing=request.allow_narrowing,
             allow_nonfinite=request.allow_nonfinite,
             known=request.kind is Kind.CATCH_UP,
+            layouts=request.layouts,
         )
         planned = await self._fan_out_plan(rank_plan, request, install)
         first = planned.replies[0]

@@ -66,4 +66,5 @@ def _mixtral(config: Any) -> Rules:
         ("*.mlp.experts.gate_up_proj", Experts(count, Merged(("gate", "up")))),
         ("*.mlp.experts.down_proj", Experts(count, Sharded(1))),
     )
-    return Rules(names=names, layouts=(*experts, *_attention(config), *_ends(config)))
+    tested = tuple(glob for glob, _ in experts)
+    return Rules(names=names, layouts=(*experts, *_attention(config), *_ends(config)), tested=tested)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -41,6 +42,8 @@ class RecordedPlacements:
         state: Any = import_module("vllm.distributed")
         self.rank = int(state.get_tensor_model_parallel_rank())
         self.size = int(state.get_tensor_model_parallel_world_size())
+        heads = getattr(vllm_config.model_config.hf_text_config, "num_key_value_heads", 0)
+        self._kv_heads = heads if isinstance(heads, int) else 0  # a list: not the same in every layer
         self._start: Start | None = None
         self._placements: dict[str, Placement] = {}
         self._lock = threading.Lock()
@@ -63,7 +66,8 @@ class RecordedPlacements:
         key = fingerprint(specs)
         with self._lock:
             if key not in self._placements:
-                self._remember(key, specs, place(self._twin, specs, self.rank, self.size, self._start))
+                found = place(self._twin, specs, self.rank, self.size, self._start)
+                self._remember(key, specs, replace(found, kv_heads=self._kv_heads))
             return self._placements[key]
 
     def _remember(self, key: str, specs: Mapping[str, TensorSpec], found: Placement) -> None:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from updater.core.errors import Failure
+from updater.core.policy import SourceLayout
 from updater.manifest import Manifest, TensorEntry
 from updater.testing.fronts import SimulatedFront, digest_of, settle
 from updater.testing.service import DEADLINES, LocalService
@@ -412,6 +413,21 @@ def test_what_an_update_allows_and_what_its_fleet_allows_reach_the_fronts(tmp_pa
         assert (await service.push(9, policy={"allow_suspicious": [""]})).status_code == 400
 
     run(tmp_path, scenario, allow_suspicious=("embed.*",))
+
+
+@pytest.mark.case("F04")
+def test_what_is_said_of_layouts_reaches_the_fronts_an_updates_word_first(tmp_path: Path) -> None:
+    async def scenario(service: LocalService) -> None:
+        (front,) = await service.join("one")
+        await service.push(7)
+        await service.push(8, policy={"layouts": {"*.qkv.*": "by_kv_head", "*.w13": "stacked"}})
+        plans = [request for verb, request in front.calls if verb == "plan"]
+        fleet, mine = ("*.qkv.*", "concatenated"), [("*.qkv.*", "by_kv_head"), ("*.w13", "stacked")]
+        assert [list(plan.layouts) for plan in plans] == [[fleet], [*mine, fleet]]
+        for wrong in ({"*": "sideways"}, {"": "stacked"}, ["*"]):
+            assert (await service.push(9, policy={"layouts": wrong})).status_code == 400
+
+    run(tmp_path, scenario, layouts=(("*.qkv.*", SourceLayout.CONCATENATED),))
 
 
 # --- busy

@@ -84,6 +84,7 @@ def test_the_defaults_of_the_api_are_those_of_the_core() -> None:
     body = PolicyBody().model_dump()
     core = {name: getattr(Policy(), name) for name in Policy.__slots__}
     core |= {name: list(core[name]) for name in ("allow_narrowing", "allow_suspicious")}
+    core["layouts"] = dict(core["layouts"])
     assert body == core
 
 

@@ -6,6 +6,7 @@ checkpoint by plain indexing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from engine_adapter.base import Parameter
 from engine_adapter.placement.declared import Rules
 from engine_adapter.placement.rows import Placement
-from engine_adapter.rank.messages import RankDigests
+from engine_adapter.rank.messages import RankDigests, RankDiscard, RankPlan
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import manifest_of
 from engine_adapter.vllm.parameters import collect
@@ -26,8 +27,8 @@ from tests.vllm_server.models import SHAPES, Checkpoints
 from tests.vllm_server.test_recorded_placement import apart, as_rank, built, configured, tensors_of, written
 from transports.digest import tensor_digest, to_hex
 from transports.testing import MemorySource, refused
-from updater.core.participant import SpareState
-from updater.core.policy import InstallMode
+from updater.core.participant import DiskOffer, SpareState
+from updater.core.policy import InstallMode, SourceLayout
 from updater.manifest import TensorSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("alone")]
@@ -99,9 +100,15 @@ class Replica(BareReplica):
         self._serial = 0
         super().__init__(self.ranks, lambda _rank: MemorySource(self.source, manifest_of(self.source)), poison=True)
 
-    def publish(self, tensors: Tensors, mode: InstallMode = InstallMode.FLIP) -> None:
+    def prove(self) -> None:
+        """Plan the start checkpoint, as a replay does."""
+        for agent in self.agents:
+            agent.plan(RankPlan(0, DiskOffer(""), (), "", start=True, known=True))
+            agent.discard(RankDiscard(0))
+
+    def publish(self, tensors: Tensors, mode: InstallMode = InstallMode.FLIP, **plan: Any) -> None:
         self.source, self._serial = tensors, self._serial + 1
-        self.update(self._serial, f"0-{self._serial}", mode)
+        self.update(self._serial, f"0-{self._serial}", mode, **plan)
 
     def live(self, name: str) -> list[torch.Tensor]:
         """By rank."""
@@ -350,3 +357,24 @@ def test_B068_each_rank_holds_half_of_each_part_in_order(tmp_path: Path, family:
     for fused, _, parts in fusions:
         for rank, held in enumerate(replica.live(f"{fused}_proj.weight")):
             assert torch.equal(held, torch.cat([tensor.chunk(2)[rank] for tensor in parts.values()]))
+
+
+@pytest.mark.case("F04")
+@pytest.mark.parametrize("kind", [SourceLayout.CONCATENATED, SourceLayout.BY_KV_HEAD])
+def test_a_llama_started_on_parts_takes_fused_ones_only_as_somebody_says_they_lie(
+    tmp_path: Path, kind: SourceLayout
+) -> None:
+    """vLLM's own loader takes every fused projection for a concatenated one."""
+    path = make("Llama", tmp_path)
+    replica, tensors = Replica(path), read(path)
+    replica.prove()
+    q, k, v = numbered(128, 1, 128), numbered(64, 129, 128), numbered(64, 193, 128)
+    heads = [part.unflatten(0, (2, -1)) for part in (q, k, v)]  # two heads of keys, each with two of queries
+    grouped = torch.cat([part[group] for group in range(2) for part in heads])
+    whole = grouped if kind is SourceLayout.BY_KV_HEAD else torch.cat((q, k, v))
+    sent = {name: tensor for name, tensor in tensors.items() if not re.search("[qkv]_proj", name)} | {QKV: whole}
+    with refused("layout_unproved", tensors=[QKV]):
+        replica.publish(sent)
+    replica.publish(sent, layouts=(("*.qkv_proj.weight", kind),))
+    for rank, held in enumerate(replica.live(QKV)):
+        assert torch.equal(held, torch.cat([part.chunk(2)[rank] for part in (q, k, v)]))

@@ -7,7 +7,7 @@ Exit codes: 0 done or committed; 1 rejected or aborted (nothing was installed), 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum, StrEnum
@@ -18,7 +18,7 @@ import typer
 
 from updater.core.errors import Failure, LiveweightsError, RolledBack, Unauthorized, Unavailable
 from updater.core.participant import ReleaseTo
-from updater.core.policy import CachePolicy, CommitMode, InFlight, InstallMode, OnBusy
+from updater.core.policy import CachePolicy, CommitMode, InFlight, InstallMode, OnBusy, SourceLayout
 
 if TYPE_CHECKING:
     from trainer_side.client import Client
@@ -59,6 +59,10 @@ Roots = Annotated[
 Suspicious = Annotated[
     list[str] | None,
     typer.Option("--allow-suspicious", help="Pattern of tensors that may hold no normal number; repeatable."),
+]
+Layouts = Annotated[
+    list[str] | None,
+    typer.Option("--layout", help="How tensors lie that hold several, PATTERN=KIND; repeatable: docs/checkpoints.md."),
 ]
 DEFAULT_URL = "http://127.0.0.1:8700"
 MANIFEST = "liveweights.manifest.json"
@@ -118,6 +122,7 @@ def serve(
     ] = None,
     history: Annotated[int, typer.Option(min=1, help="Requests whose receipts are kept whole.")] = 1000,
     allow_suspicious: Suspicious = None,
+    layout: Layouts = None,
     new_fleet: Annotated[
         bool,
         typer.Option("--new-fleet", help="On an empty journal: do not wait for replicas of an older fleet to call."),
@@ -136,6 +141,7 @@ def serve(
         settings = replace(
             settings,
             allow_suspicious=tuple(allow_suspicious or ()),
+            layouts=tuple(_layout(text) for text in layout or ()),
             allow_networks=tuple(allow_network or ()),
             new_fleet=new_fleet,
         )
@@ -190,6 +196,7 @@ def push(
     require_digests: Annotated[bool, typer.Option(help="Refuse a checkpoint without a manifest of digests.")] = False,
     allow_nonfinite: Annotated[bool, typer.Option(help="Accept NaN and infinity.")] = False,
     allow_suspicious: Suspicious = None,
+    layout: Layouts = None,
     new_run: Annotated[bool, typer.Option(help="Open the next run; VERSION is a step of it.")] = False,
     manifest: Annotated[bool, typer.Option(help="Write the manifest beside the checkpoint first.")] = False,
     id: Annotated[str | None, typer.Option(help="Idempotency key; default: run-step; fresh for a stream.")] = None,
@@ -213,6 +220,7 @@ def push(
             "require_digests": require_digests,
             "allow_nonfinite": allow_nonfinite,
             "allow_suspicious": list(allow_suspicious or ()),
+            "layouts": {glob: kind.value for glob, kind in map(_layout, layout or ())},
             "new_run": new_run,
         },
     }
@@ -372,13 +380,15 @@ def release(
 def manifest(
     directory: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
     check: Annotated[bool, typer.Option(help="Compare with the manifest that is there; write nothing.")] = False,
+    layout: Layouts = None,
     as_json: Json = False,
 ) -> None:
     """Write liveweights.manifest.json with the digest of every tensor beside a checkpoint."""
     from updater.cli import views
 
     with _errors(as_json):
-        made = _check_manifest(directory) if check else _write_manifest(directory)
+        layouts = [_layout(text) for text in layout or ()]
+        made = _check_manifest(directory) if check else _write_manifest(directory, layouts)
         summary = {"tensors": len(made.tensors), "manifest_digest": made.digest, "digests": made.has_digests}
         if as_json:
             views.print_json(summary)
@@ -454,10 +464,13 @@ def _finish(receipt: Receipt, as_json: bool) -> None:
     views.finished(receipt, as_json=as_json)
 
 
-def _write_manifest(directory: Path) -> Any:
+def _write_manifest(directory: Path, layouts: Sequence[tuple[str, SourceLayout]] = ()) -> Any:
     from transports import manifests
 
-    return _with_bar(directory, "digests", lambda told: manifests.write_manifest(str(directory), told))
+    def write(told: Callable[[int], None]) -> Any:
+        return manifests.write_manifest(str(directory), told, layouts=layouts)
+
+    return _with_bar(directory, "digests", write)
 
 
 def _check_manifest(directory: Path) -> Any:
@@ -479,6 +492,14 @@ def _pair(text: str) -> list[str]:
     if not source or not parameter:
         raise typer.BadParameter(f"{text!r} is not SOURCE:PARAMETER, for example F32:BF16")
     return [source.upper(), parameter.upper()]
+
+
+def _layout(text: str) -> tuple[str, SourceLayout]:
+    glob, _, kind = text.rpartition("=")
+    if not glob or kind not in tuple(SourceLayout):
+        kinds = ", ".join(SourceLayout)
+        raise typer.BadParameter(f"{text!r} is not PATTERN=KIND with a kind of {kinds}")
+    return glob, SourceLayout(kind)
 
 
 def _option(text: str) -> tuple[str, str | int | float | bool]:

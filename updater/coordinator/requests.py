@@ -140,7 +140,8 @@ def asked_rollback(request: RollbackRequest, serial: int) -> Asked:
 
 
 def _policy(body: PolicyBody) -> Policy:
-    policy = wire.build(Policy, body.model_dump(mode="json"))
+    plain = body.model_dump(mode="json")
+    policy = wire.build(Policy, {**plain, "layouts": list(plain["layouts"].items())})
     problem = conflict(policy)
     if problem is not None:
         raise refuse("mode_unsupported", problem)
@@ -171,7 +172,7 @@ def _label(text: str, field: str) -> Version:
 
 #: Fields of a policy that came after 0.1.0. Where they say nothing they are left out, so that a request of before an
 #: upgrade is still the same one.
-_LATER = ("allow_suspicious",)
+_LATER = ("allow_suspicious", "layouts")
 
 
 def _hashed(kind: Kind, request: UpdateRequest | RollbackRequest) -> tuple[str, str]:

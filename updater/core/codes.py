@@ -155,6 +155,11 @@ TABLE: dict[str, Code] = {
     "tensor_nonfinite": Code(
         422, "A tensor holds NaN or infinity.", hint="allow_nonfinite (--allow-nonfinite) takes it all the same"
     ),
+    "layout_unproved": Code(
+        422,
+        "A tensor fuses or splits what the spelling that was proved at start did not, and nothing says how it lies.",
+        hint="say how it lies: layouts={GLOB: KIND} (--layout GLOB=KIND, or in the manifest)",
+    ),
     "tensor_suspicious": Code(
         422,
         "A tensor holds no normal number while the live one does, and no digest vouches for it.",

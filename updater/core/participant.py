@@ -38,7 +38,7 @@ from enum import StrEnum
 from typing import Literal
 
 from updater.core.errors import Failure
-from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode
+from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode, SourceLayout
 
 VERBS = (
     "describe",
@@ -275,7 +275,8 @@ class PlanRequest:
     """`manifest`: the manifest as JSON text, or empty to take the one beside the source, if any.
 
     For a rollback `offer` is None, and `version` and `digest` name what the spare must hold as `previous`. For a
-    catch-up `digest` is the content digest that staging must arrive at. `allow_suspicious`: as in the policy.
+    catch-up `digest` is the content digest that staging must arrive at.
+    `allow_suspicious`, `layouts`: as in the policy.
     """
 
     fence: Fence
@@ -292,6 +293,7 @@ class PlanRequest:
     allow_narrowing: tuple[tuple[str, str], ...]
     allow_nonfinite: bool
     allow_suspicious: tuple[str, ...] = ()
+    layouts: tuple[tuple[str, SourceLayout], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

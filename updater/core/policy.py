@@ -55,6 +55,16 @@ class PreviousMode(StrEnum):
     KEEP_ARCHIVE = "keep_archive"
 
 
+class SourceLayout(StrEnum):
+    """How tensors that a model keeps apart lie in one tensor of a checkpoint."""
+
+    CONCATENATED = "concatenated"  # one after the other: [q, k, v], [gate, up]
+    BY_KV_HEAD = "by_kv_head"  # for each head of keys: its queries, its key, its value
+    INTERLEAVED = "interleaved"  # one element of each in turn: gate 0, up 0, gate 1, up 1
+    STACKED = "stacked"  # experts along a new first dimension, each as it lies alone, its parts concatenated
+    STACKED_TRANSPOSED = "stacked_transposed"  # the same with the last two dimensions exchanged
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Defaults as in the public API. Deadlines in seconds."""
@@ -69,6 +79,7 @@ class Policy:
     allow_narrowing: tuple[tuple[str, str], ...] = ()  # (source dtype, parameter dtype), safetensors names
     allow_nonfinite: bool = False
     allow_suspicious: tuple[str, ...] = ()  # glob patterns of tensors that may hold no normal number
+    layouts: tuple[tuple[str, SourceLayout], ...] = ()  # (glob pattern of tensors, how they lie); the first hit counts
     new_run: bool = False
     partial: bool = False
     deadline_s: float = 600.0  # the whole of PLANNING to READY

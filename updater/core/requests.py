@@ -39,6 +39,7 @@ def _plan(state: FleetState, update: Transaction, fence: Fence) -> PlanRequest:
         allow_narrowing=policy.allow_narrowing,
         allow_nonfinite=policy.allow_nonfinite,
         allow_suspicious=policy.allow_suspicious,
+        layouts=policy.layouts,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from updater.core.errors import (
     Unauthorized,
     Unavailable,
 )
+from updater.core.policy import SourceLayout
 from updater.http import problem_body
-from updater.manifest import FILE_NAME
+from updater.manifest import FILE_NAME, Manifest
+from updater.wire import WireError
 
 
 @pytest.fixture
@@ -72,7 +75,7 @@ def test_each_consequence_has_its_exit_code(
 def test_push_sends_what_was_asked_for_and_prints_the_receipt(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "v7")
     options = ("--in-flight", "abort", "--narrow", "f32:bf16", "--base", "0-6", "--id", "mine", "--new-run")
-    options += ("--allow-suspicious", "*.bias", "--allow-suspicious", "embed.*")
+    options += ("--allow-suspicious", "*.bias", "--allow-suspicious", "embed.*", "--layout", "*.qkv=by_kv_head")
     ran = run("push", str(folder), "7", "--url", coordinator.url, "--json", *options)
     assert ran.exit_code == 0
     assert json.loads(ran.stdout)["serial"] == RECEIPT["serial"]
@@ -83,7 +86,23 @@ def test_push_sends_what_was_asked_for_and_prints_the_receipt(coordinator: FakeC
     assert first["policy"]["in_flight"] == "abort"
     assert first["policy"]["allow_narrowing"] == [["F32", "BF16"]]
     assert first["policy"]["allow_suspicious"] == ["*.bias", "embed.*"]
+    assert first["policy"]["layouts"] == {"*.qkv": "by_kv_head"}
     assert first["policy"]["new_run"] is True
+
+
+@pytest.mark.case("F04")
+def test_a_manifest_says_how_tensors_lie(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "v7")
+    assert run("manifest", str(folder)).exit_code == 0
+    plain = Manifest.from_json((folder / FILE_NAME).read_text())
+    assert run("manifest", str(folder), "--layout", "*.qkv=by_kv_head", "--layout", "*=stacked").exit_code == 0
+    text = (folder / FILE_NAME).read_text()
+    said = Manifest.from_json(text)
+    assert said.layouts == (("*.qkv", SourceLayout.BY_KV_HEAD), ("*", SourceLayout.STACKED))
+    assert (replace(said, layouts=()), "layouts" in plain.to_json()) == (plain, False)
+    with pytest.raises(WireError):
+        Manifest.from_json(text.replace("by_kv_head", "sideways"))
+    assert run("manifest", str(folder), "--layout", "*=sideways").exit_code == Exit.USAGE
 
 
 def test_push_with_manifest_writes_it_first(coordinator: FakeCoordinator, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from trainer_side.background import Background
 from trainer_side.options import Asked, Asking, Options, PusherOptions, PushOptions, parted
 from trainer_side.testing import RECEIPT, FakeCoordinator
 from updater.core.errors import Rejected
-from updater.core.policy import Policy
+from updater.core.policy import Policy, SourceLayout
 from updater.schemas import Receipt
 
 
@@ -56,6 +56,7 @@ OF_PUSHER = {
 OF_PUSH = {
     "policy": None,
     "allow_suspicious": (),
+    "layouts": None,
     "hooks": None,
     "id": None,
     "base_version": None,
@@ -92,6 +93,16 @@ def test_what_is_allowed_is_part_of_the_policy(coordinator: FakeCoordinator, tmp
         {"in_flight": "abort", "allow_suspicious": ["*.bias"]},
         {"allow_suspicious": ["a.*", "*.bias"]},
     ]
+
+
+@pytest.mark.case("F04")
+def test_what_is_said_of_layouts_is_part_of_the_policy(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    said = Policy(layouts=(("a", SourceLayout.STACKED), ("b", SourceLayout.INTERLEAVED)))
+    for policy in (None, {"layouts": {"a": "stacked", "b": "interleaved"}}, said):
+        push(tmp_path, 7, url=coordinator.url, token="", policy=policy, layouts={"b": SourceLayout.BY_KV_HEAD})
+    first, *rest = [list(body["policy"]["layouts"].items()) for body in coordinator.bodies]
+    assert first == [("b", "by_kv_head")]
+    assert rest == [[("b", "by_kv_head"), ("a", "stacked")]] * 2
 
 
 @pytest.mark.parametrize("call", [Pusher, lambda **more: push({}, 7, **more), lambda **more: push_async({}, 7, **more)])
