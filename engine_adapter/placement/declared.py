@@ -126,10 +126,22 @@ class _Analysis:
             unexpected=tuple(sorted(self.unexpected)),
             missing=tuple(sorted(self.missing)),
             redundant=tuple(sorted(self.redundant)),
+            tied=self._tied(),
             tested=self._tested(),
             kv_heads=self.rules.kv_heads,
         )
         return Declared(placement, tuple(self.failures))
+
+    def _tied(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Copies of a tie that came without the canonical tensor, and what they feed."""
+        return tuple(
+            sorted(
+                (source, (parameter, *self.targets[parameter].aliases))
+                for parameter, feeds in self.feeds.items()
+                for source, _, spelled in feeds
+                if parameter in self.targets and spelled in self.targets[parameter].aliases
+            )
+        )
 
     def _tested(self) -> frozenset[str]:
         return frozenset(

@@ -15,7 +15,7 @@ import torch
 
 from engine_adapter.placement.boxes import first_overlap
 from engine_adapter.placement.names import nearest
-from engine_adapter.placement.recorded_regions import Holes, drop_ties, ignored_ties
+from engine_adapter.placement.recorded_regions import Holes, drop_ties, ignored_ties, lone_ties
 from engine_adapter.placement.recorded_twin import LOADER_ERRORS, Twin, meta_tensors
 from engine_adapter.placement.recorded_writes import Unread, WriteLog
 from engine_adapter.placement.rows import CopyRow, Placement, Row
@@ -110,6 +110,7 @@ class _Placing:
             loaded=recording.reached - set(redundant),
             ignored=tuple((name, IGNORED) for name in sorted(unused)),
             redundant=tuple(sorted(redundant.items())),
+            tied=lone_ties(ordered, self.twin.tensors),
         )
 
     def _fail(self, code: str, why: str, tensor: str) -> None:

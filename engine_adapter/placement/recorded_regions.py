@@ -92,6 +92,18 @@ def ignored_ties(
     return found
 
 
+def lone_ties(rows: Iterable[Row], tensors: Mapping[str, TwinTensor]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(source, all names of what it feeds) of tied copies that came without the canonical tensor. Sorted."""
+    found: dict[str, tuple[str, ...]] = {}
+    for row in rows:
+        aliases = tensors[row.target].aliases
+        if not isinstance(row, CopyRow) or _spelled(row.source, (row.target,)):
+            continue
+        if _spelled(row.source, aliases):
+            found[row.source] = (row.target, *aliases)
+    return tuple(sorted(found.items()))
+
+
 def _spelled(name: str, aliases: Iterable[str]) -> bool:
     """Whether a checkpoint name is one of these parameter names, up to a prefix of whole parts."""
     return any(name == a or name.endswith("." + a) or a.endswith("." + name) for a in aliases)

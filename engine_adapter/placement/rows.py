@@ -47,7 +47,8 @@ class Placement:
 
     `loaded`: sources with at least one row here or on another rank; `ignored`: name -> pattern;
     `unexpected`: names that no rule knows; `missing`: sources that the rules expect and the specs lack;
-    `redundant`: alias -> canonical name (a tied copy that must have the canonical digest). `tested`: sources that the
+    `redundant`: alias -> canonical name (a tied copy that must have the canonical digest). `tied`: source -> the
+    parameters that it feeds alone, though it is called after one that is tied to another. `tested`: sources that the
     engine's own loader fuses or splits in a way that was tried; `kv_heads`: heads of keys and values, 0 if not known.
     """
 
@@ -59,5 +60,6 @@ class Placement:
     unexpected: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     redundant: tuple[tuple[str, str], ...] = ()
+    tied: tuple[tuple[str, tuple[str, ...]], ...] = ()
     tested: frozenset[str] = frozenset()
     kv_heads: int = 0

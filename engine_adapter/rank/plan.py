@@ -194,6 +194,7 @@ def _reply(
 
 def _warnings(placement: Placement, specs: Mapping[str, TensorSpec], source: Source) -> tuple[str, ...]:
     found = [f"ignored: {name} ({pattern})" for name, pattern in placement.ignored]
+    found += [f"tied: {name} came alone and fed {' and '.join(fed)}" for name, fed in placement.tied]
     skipped = len(source.specs) - len(specs)
     if skipped:
         found.append(f"ignored: {skipped} tensors that the manifest lists as ignored")

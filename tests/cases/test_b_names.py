@@ -10,7 +10,7 @@ import torch
 from engine_adapter.placement.declared import Rules
 from engine_adapter.placement.layouts import Merged
 from engine_adapter.placement.names import NameRules
-from engine_adapter.rank.messages import RankStatus
+from engine_adapter.rank.messages import RankPlan, RankStatus
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import (
     EXPERTS,
@@ -24,6 +24,7 @@ from engine_adapter.testing.small_models import (
 )
 from transports.testing import MemorySource
 from updater.core.errors import Failure, LiveweightsError
+from updater.core.participant import DiskOffer
 
 
 def offer(made: BareReplica, tensors: Tensors) -> list[MemorySource]:
@@ -100,6 +101,16 @@ def test_B038_a_tied_model_refuses_another_head() -> None:
     with pytest.raises(LiveweightsError) as caught:
         tied(weight + 1, weight).update(1, "0-1")
     assert found(caught.value.failures) == {("tensor_digest", "lm_head")}
+
+
+@pytest.mark.case("F34")
+def test_a_tied_head_alone_feeds_both_and_the_receipt_says_so() -> None:
+    weight = torch.arange(8.0).view(4, 2).to(torch.bfloat16)
+    made = tied(weight, None)
+    (line,) = made.agents[0].plan(RankPlan(1, DiskOffer(""), (), "")).warnings
+    assert {"lm_head", "embed", "tied:"} <= set(line.split())
+    made.update(2, "0-2")
+    assert torch.equal(made.engines[0].bound["embed"], weight)
 
 
 @pytest.mark.parametrize("digests", [True, False])

@@ -160,12 +160,14 @@ def test_carried_parameters_need_no_source_and_take_none() -> None:
         declare(specs(scale=(2,)), {"scale": Target((2,))}, rules, 0, 1)
 
 
+@pytest.mark.case("F34")
 def test_a_tie_is_redundant_beside_the_canonical_and_feeds_alone() -> None:
     targets = {"embed": Target((4, 2), ("head",))}
     both = declare(specs(embed=(4, 2), head=(4, 2)), targets, Rules(), 0, 1)
     assert (both.redundant, both.loaded) == ((("head", "embed"),), {"embed"})
     alone = declare(specs(head=(4, 2)), targets, Rules(), 0, 1)
     assert (alone.redundant, alone.loaded) == ((), {"head"})
+    assert (both.tied, alone.tied) == ((), (("head", ("embed", "head")),))
     with refused("tensor_shape", tensors=["head"]):
         declare(specs(embed=(4, 2), head=(5, 2)), targets, Rules(), 0, 1)
 

@@ -210,6 +210,19 @@ def test_a_loader_that_writes_a_tied_copy_over_its_twin() -> None:
     found = place(Twin(model, both), specs({"embed": (5, 4), "head": (5, 4)}), 0, 1)
     assert found.redundant == (("head", "embed"),)
     assert [row.source for row in found.rows if isinstance(row, CopyRow)] == ["embed"]
+    assert found.tied == ()
+
+
+@pytest.mark.case("F34")
+def test_a_tied_head_alone_is_named_with_all_that_it_feeds() -> None:
+    model = Decoder(tied=True)
+
+    def either(pairs: Pairs) -> None:
+        for name, w in pairs:
+            dict(model.named_parameters(remove_duplicate=False))[name].data[:5].copy_(w)
+
+    found = place(Twin(model, either), specs({"head": (5, 4)}), 0, 1)
+    assert found.tied == (("head", ("embed", "head")),)
 
 
 def test_a_persistent_buffer_is_a_target_like_a_parameter() -> None:
