@@ -45,6 +45,17 @@ class Header:
     metadata: tuple[tuple[str, str], ...] = ()
 
 
+_SAVE = "save the model as safetensors"
+#: How files begin that are taken for checkpoints: (first bytes, what it is, the way out).
+OTHERS: tuple[tuple[bytes, str, str], ...] = (
+    (b"{", "JSON text", "name the folder, the .safetensors file or its .safetensors.index.json"),
+    (b"PK\x03\x04", "a zip archive, as torch.save writes it", _SAVE),
+    (b"\x80", "a pickle", _SAVE),
+    (b"GGUF", "a GGUF file", _SAVE),
+    (b"version ", "a pointer of Git LFS, without the file itself", "fetch it: git lfs pull"),
+)
+
+
 def read_header(fd: int, file: str) -> Header:
     """Read and check the header of an open file. Raises Rejected with every fault of this file."""
     raw, size = _raw_header(fd, file)
@@ -61,8 +72,12 @@ def _raw_header(fd: int, file: str) -> tuple[bytes, int]:
     size = os.fstat(fd).st_size
     if size < PREFIX:
         raise refuse("file_truncated", f"{size} bytes, and a safetensors file has at least {PREFIX}", file=file)
-    length = int.from_bytes(_pread(fd, PREFIX, 0, file), "little")
+    prefix = _pread(fd, PREFIX, 0, file)
+    length = int.from_bytes(prefix, "little")
     if length > HEADER_LIMIT:
+        for mark, what, hint in OTHERS:
+            if prefix.startswith(mark):
+                raise refuse("file_header", f"is {what}, and no safetensors file", file=file, hint=hint)
         raise refuse("file_header", f"claims a header of {length} bytes; the limit is {HEADER_LIMIT}", file=file)
     if PREFIX + length > size:
         raise refuse("file_truncated", f"header ends at byte {PREFIX + length} of a file of {size} bytes", file=file)

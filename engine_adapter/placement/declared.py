@@ -108,6 +108,9 @@ class _Analysis:
     #: parameter -> [(source, shard, the parameter name it was spelled with)]
     feeds: dict[str, list[tuple[str, Shard, str]]] = field(default_factory=dict)
 
+    #: the first parts of every name of the source, once one is missing
+    beginnings: set[tuple[str, ...]] | None = None
+
     def __post_init__(self) -> None:
         self.mapper = Mapper(self.rules.names)
 
@@ -258,16 +261,29 @@ class _Analysis:
         if nothing and absent:
             whole = self.mapper.sources(parameter, Shard())
             if whole and (len(absent) == 1 or not self._spelled(parameter, absent[0])):
-                wanted[whole[0]] = ""
+                wanted[self._as_spelled_here(whole)] = ""
         if not wanted:
             for part, expert in absent:
                 names = self._spelled(parameter, (part, expert))
                 where = (f"part {part!r} of " if part else "") + (f"expert {expert} of " if expert is not None else "")
-                wanted[names[0] if names else f"{parameter} ({where}it)"] = where
+                wanted[self._as_spelled_here(names) if names else f"{parameter} ({where}it)"] = where
         for name, where in wanted.items():
             self.missing.append(name)
             hint = next((f"; {text}" for glob, text in self.rules.hints if fnmatchcase(name, glob)), "")
             self._fail("tensor_missing", f"needed for {where}{parameter}{hint}", name)
+
+    def _as_spelled_here(self, names: list[str]) -> str:
+        """Of the names that would do, the one that goes on longest like a name of this checkpoint."""
+        if self.beginnings is None:
+            parts = [name.split(".") for name in self.specs]
+            self.beginnings = {tuple(each[:depth]) for each in parts for depth in range(1, len(each) + 1)}
+        known = self.beginnings
+
+        def shared(name: str) -> int:
+            parts = tuple(name.split("."))
+            return next((depth for depth in range(len(parts), 0, -1) if parts[:depth] in known), 0)
+
+        return max(names, key=shared)
 
     def _spelled(self, parameter: str, slot: tuple[str, int | None]) -> list[str]:
         part, expert = slot

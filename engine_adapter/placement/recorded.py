@@ -7,6 +7,7 @@ temporaries are traced by coordinates; what it computes is refused, by the name 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -70,7 +71,7 @@ def record(twin: Twin, specs: Mapping[str, TensorSpec]) -> Recording:
             try:
                 twin.load(iter(sources.items()))
             except LOADER_ERRORS as raised:
-                error = f"{type(raised).__name__}: {raised}"
+                error = _said(raised)
     rebound = [Unread(name, why) for name, why in replaced.items()]
     return Recording(tuple(log.rows), (*log.unread, *rebound), frozenset(log.reached), error)
 
@@ -186,7 +187,8 @@ class _Placing:
             shapes = f"{list(self.specs[name].shape)} instead of {list(known.shape)}"
             self._fail("tensor_shape", f"shape {shapes}: {_first_line(error)}", name)
         elif known is not None or self.start is None:
-            self._fail("placement_refused", f"the engine's loader fails: {_first_line(error)}", name)
+            why = f"the engine's loader fails over shape {list(self.specs[name].shape)}: {_first_line(error)}"
+            self._fail("placement_refused", why, name)
         else:
             near = nearest(name, [other for other in self.start.specs if other not in self.specs])
             hint = f"; nearest: {', '.join(near)}" if near else ""
@@ -272,6 +274,15 @@ def _groups(fed: Mapping[str, set[str]]) -> list[tuple[list[str], set[str]]]:
                 apart.append(group)
         groups = [*apart, joined]
     return groups
+
+
+def _said(error: Exception) -> str:
+    """A loader's bare assertion says nothing: then what it asserted."""
+    text = str(error).strip()
+    if not text:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{frame.line} (in {frame.name})"
+    return f"{type(error).__name__}: {text}"
 
 
 def _first_line(text: str) -> str:

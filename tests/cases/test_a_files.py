@@ -611,6 +611,26 @@ def test_B029_text_that_breaks_parsers(tmp_path: Path, header: bytes) -> None:
         opened(tmp_path)
 
 
+@pytest.mark.case("F29")
+@pytest.mark.parametrize(
+    ("start", "what"),
+    [
+        (b'{"weight_map": {}}', "JSON"),
+        (b"PK\x03\x04 and more bytes", "zip"),
+        (b"\x80\x02 and more bytes", "pickle"),
+        (b"GGUF and more bytes", "GGUF"),
+        (b"version of a pointer file", "LFS"),
+    ],
+)
+def test_what_is_another_kind_of_file_is_named_as_such(tmp_path: Path, start: bytes, what: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(start)
+    with refused("file_header", files=["model.safetensors"]) as caught:
+        opened(path)
+    assert what in caught[0].failures[0].message
+    assert caught[0].hint
+
+
 @pytest.mark.parametrize("name", ["", "a\0b", "a\nb", "\ud800"])
 def test_B029_a_name_that_cannot_be_shown(tmp_path: Path, name: str) -> None:
     HandMadeFile(payload=b"\0" * 8).entry(name, GOOD).write(tmp_path / "model.safetensors")

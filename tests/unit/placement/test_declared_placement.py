@@ -179,3 +179,17 @@ def test_aliased_parts_read_one_tensor_twice() -> None:
         CopyRow("kv", Box((2,), (2,)), "w", Box((0,), (2,))),
         CopyRow("kv", Box((2,), (2,)), "w", Box((2,), (2,))),
     )
+
+
+@pytest.mark.case("F29")
+@pytest.mark.parametrize("wrapper", ["model.language_model.", "language_model.model.", "model."])
+def test_a_missing_name_is_spelled_as_the_others_of_the_checkpoint(wrapper: str) -> None:
+    """Three spellings feed one model; the one that is told is that of the checkpoint."""
+    names = NameRules(
+        prefix=(("language_model.model.", "model.language_model."), ("model.layers.", "model.language_model.layers."))
+    )
+    rules = Rules(names=names)
+    targets = {f"model.language_model.layers.{layer}.w": Target((2,)) for layer in range(3)}
+    held = {f"{wrapper}layers.{layer}.w": (2,) for layer in range(2)}
+    found = analyse(specs(**held), targets, rules, 0, 1)
+    assert [(each.code, each.tensor) for each in found.failures] == [("tensor_missing", f"{wrapper}layers.2.w")]

@@ -293,3 +293,37 @@ def test_what_is_wrong_names_the_rank() -> None:
     with refused("tensor_missing") as caught:
         place(on, specs(without("q")), 1, 2, start)
     assert {failure.rank for failure in caught[0].failures} == {1}
+
+
+@pytest.mark.case("F29")
+def test_a_wrong_number_of_rows_shows_both_shapes_and_what_the_loader_asserts() -> None:
+    def bare(model: Decoder, pairs: Pairs) -> None:
+        for name, w in pairs:
+            if name == "q" and w.shape[0] != 4:
+                raise AssertionError
+            load(model, [(name, w)])
+
+    model = Decoder()
+    on = Twin(model, lambda pairs: bare(model, pairs))
+    start = started(on)
+    with refused("tensor_shape", tensors=["q"]) as caught:
+        place(on, specs(START | {"q": (3, 4)}), 0, 1, start)
+    message = caught[0].failures[0].message
+    assert "[3, 4]" in message
+    assert "[4, 4]" in message
+    assert "raise AssertionError (in bare)" in message
+
+
+@pytest.mark.case("F29")
+def test_a_loader_that_fails_at_the_start_names_the_shape_and_the_assertion() -> None:
+    def bare(_model: Decoder, pairs: Pairs) -> None:
+        for _name, w in pairs:
+            if w.shape[0] != 4:
+                raise AssertionError
+
+    model = Decoder()
+    with refused("placement_refused") as caught:
+        place(Twin(model, lambda pairs: bare(model, pairs)), specs({"q": (3, 4)}), 0, 1)
+    message = caught[0].failures[0].message
+    assert "[3, 4]" in message
+    assert "raise AssertionError (in bare)" in message
