@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ from engine_adapter.models import (
     make_versions,
     reference_tokens,
 )
+from engine_adapter.rank.messages import RankPlan
+from engine_adapter.testing.bare import BareEngine, BareReplica
+from engine_adapter.transformers.families import rules_of
+from transports.testing import MemorySource
+from updater.core.participant import DiskOffer
 
 torch.set_num_threads(1)
 PROMPT = encode("a prompt that is longer than the offsets")
@@ -146,3 +152,24 @@ def test_big_models_have_the_size_asked_for_and_distinct_tensors(tmp_path: Path)
     assert all(not torch.equal(first[name], second[name]) for name in first if first[name].dim() == 2)
     heads = [bytes(t.reshape(-1)[:64].view(torch.uint8).numpy()) for t in first.values() if t.dim() == 2]
     assert len(set(heads)) == len(heads)
+
+
+@pytest.mark.case("F04")
+def test_experts_one_by_one_and_as_the_library_stacks_them_are_the_same(tmp_path: Path) -> None:
+    """B054: the one library whose stacking needs no word of a trainer. Its own loader is the oracle."""
+    started = make_model(tmp_path / "7", ModelShape(family="mixtral"), seed=7)
+    new = make_model(tmp_path / "8", ModelShape(family="mixtral"), seed=8)
+    transformers: Any = import_module("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(new, dtype=torch.bfloat16)
+    wanted = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    engine = BareEngine({n: tuple(t.shape) for n, t in wanted.items()}, rules_of(model.config))
+    replica = BareReplica([engine], lambda _rank: MemorySource(load_file(started / "model.safetensors")))
+    replica.agents[0].plan(RankPlan(0, DiskOffer(""), (), "", start=True, known=True))
+    stacked = {name: tensor for name, tensor in wanted.items() if ".experts." in name}
+    by_one = load_file(new / "model.safetensors")
+    rest = {name: tensor for name, tensor in by_one.items() if ".experts." not in name}
+    assert len(rest) + len(stacked) < len(by_one)
+    for serial, tensors in enumerate((rest | stacked, by_one), 1):
+        replica.open_source = lambda _rank, held=tensors: MemorySource(held)
+        replica.update(serial, f"0-{serial}", known=True)
+        assert all(torch.equal(engine.bound[name], tensor) for name, tensor in wanted.items())
