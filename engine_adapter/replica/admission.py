@@ -40,6 +40,7 @@ class Gate:
         self._changed = asyncio.Event()
         self._ids = itertools.count(1)
         self.mixed = 0  # tokens that would have mixed versions: must stay 0
+        self.stale = False  # whether new requests find blocks of before the last switch
 
     @property
     def version(self) -> str:
@@ -95,6 +96,8 @@ class Gate:
             failure = error.failures[0] if isinstance(error, LiveweightsError) else Failure("internal", str(error))
             running.hand_out(Piece((), "error", failure))
 
+        if not running.spans:
+            running.stale = self.stale
         self._running[request.request_id] = running
         taken = self._engine.submit(request)
         taken.add_done_callback(settled)

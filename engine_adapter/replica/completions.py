@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from engine_adapter.base import GenerateRequest
 from engine_adapter.replica.admission import Gate
-from engine_adapter.replica.replies import Piece, Running, Wanted, version_of
+from engine_adapter.replica.replies import Piece, Running, Wanted, stale_prefix, version_of
 from engine_adapter.replica.tokens import ModelText, TextStream
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.http import problem, problem_body
@@ -212,6 +212,7 @@ class Completions:
                 "version": running.version,
                 "digest": self._digest_of(running.version),
                 "spans": [{"version": s.version, "start": s.start, "end": s.end} for s in running.spans],
+                **stale_prefix(running.stale, running.cached_tokens),
                 **_ended_by_update(running),
             },
         }

@@ -86,6 +86,7 @@ class RankWork:
         self._planned: Planned | None = None
         self._staging: dict[int, int] = {}  # bytes read, by rank
         self._staging_serial = 0  # of the staging that runs, or 0
+        self._stale_before = (0, 0, False)  # serial and attempt of the last install, and what the gate said before it
         self._proofs: dict[str, str] = {}  # content digest -> what its bytes were compared with when they came
 
     # --- start
@@ -276,6 +277,9 @@ class RankWork:
             digest=digest,
             cache=plan.cache,
         )
+        if self._stale_before[:2] != (message.serial, message.attempt):
+            self._stale_before = (message.serial, message.attempt, self._gate.stale)
+        self._gate.stale = plan.cache is CachePolicy.KEEP
         await self._pool.call("install", message, deadline_s=self._deadlines.commit_s)
 
     async def invalidate(self, request: InvalidateRequest) -> None:
@@ -296,10 +300,13 @@ class RankWork:
         ]
         if left:
             raise Aborted(*left)
+        self._gate.stale = False
 
     async def restore(self, serial: int, attempt: int, version: str, digest: str) -> None:
         """Old bytes, label and namespace back where that attempt was installed; then its staging goes (I6)."""
         message = RankRestore(serial, attempt, version, digest)
+        if self._stale_before[:2] == (serial, attempt):
+            self._gate.stale = self._stale_before[2]
         await self._pool.call("restore", message, deadline_s=self._deadlines.commit_s)
         await self.discard(serial)
 

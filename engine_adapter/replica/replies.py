@@ -61,6 +61,7 @@ class Running:
         self.tokens: list[int] = []
         self.spans: list[Span] = []
         self.cached_tokens = 0
+        self.stale = False  # what it found in the cache may be of before a switch (`cache=keep`)
         self.finish_reason: str | None = None
         self.failure: Failure | None = None
         self.next_version: str | None = None  # the one switch that recompute or keep allows
@@ -114,6 +115,11 @@ class Running:
             prompt=self.request.prompt + tuple(self.tokens),
             max_tokens=self.request.max_tokens - len(self.tokens),
         )
+
+
+def stale_prefix(stale: bool, cached_tokens: int) -> dict[str, bool]:
+    """What a reply says of keys and values that it did not compute: they may be of earlier weights than its tokens."""
+    return {"stale_prefix": True} if stale and cached_tokens else {}
 
 
 def version_of(label: str | int, current: str) -> Version:

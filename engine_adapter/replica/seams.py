@@ -34,6 +34,7 @@ class Admission(Protocol):
     """
 
     mixed: int  # tokens refused because they would have mixed versions: must stay 0
+    stale: bool  # whether new requests find cached blocks of before the last switch (`cache=keep`)
 
     @property
     def version(self) -> str:

@@ -67,6 +67,49 @@ def test_an_update_changes_tokens_label_and_digest_together_and_a_rollback_bring
     stage.play(scene)
 
 
+async def told(c: HandCoordinator, *, stream: bool) -> tuple[bool, bool]:
+    """Of a completion of PROMPT: whether it found cached blocks, and whether it says that they may be stale."""
+    body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True, "stream": stream}
+    answer = (await c.client.post("/v1/completions", json=body)).text
+    whole = [line for line in answer.splitlines() if '"usage"' in line][-1].removeprefix("data: ")
+    document = json.loads(whole)
+    cached = document["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    return cached, document["liveweights"].get("stale_prefix", False)
+
+
+@pytest.mark.case("F08")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_over_blocks_that_outlived_a_switch_says_so(stage: Stage, stream: bool) -> None:
+    async def publish(c: HandCoordinator, cache: CachePolicy) -> None:
+        serial, path, version = stage.next()
+        await c.update(serial, path, version, cache=cache)
+        stage.installed()
+
+    async def taken_back(c: HandCoordinator) -> None:
+        before = await c.status()
+        serial, path, version = stage.next()
+        await c.prepare(serial, path, version, cache=CachePolicy.KEEP)
+        await c.pause(serial)
+        await c.install(serial)
+        await c.restore(serial)
+        await c.resume(serial, 1, False, before.live_version, before.live_digest)
+        await c.discard(serial, 1)
+
+    async def scene(c: HandCoordinator) -> None:
+        await publish(c, CachePolicy.RESET)
+        assert await told(c, stream=stream) == (False, False)
+        assert await told(c, stream=stream) == (True, False)
+        await taken_back(c)  # no switch: the blocks are those of what serves
+        assert await told(c, stream=stream) == (True, False)
+        await publish(c, CachePolicy.KEEP)
+        assert await told(c, stream=stream) == (True, True)
+        await publish(c, CachePolicy.RESET)
+        assert await told(c, stream=stream) == (False, False)
+        assert await told(c, stream=stream) == (True, False)
+
+    stage.play(scene)
+
+
 def test_staging_and_voting_leave_what_serves_as_it_is(stage: Stage) -> None:
     async def scene(c: HandCoordinator) -> None:
         before, bytes_before = await c.status(), await stage.digests()

@@ -83,8 +83,10 @@ def test_a_streamed_chat_says_what_made_it(fleet: Fleet) -> None:
     assert [each["spans"] for each in told] == [[{"version": fleet.live, "start": 0, "end": 8}]]
 
 
+@pytest.mark.case("F08")
 def test_keys_and_values_of_old_weights_meet_no_new_ones_unless_asked_to(fleet: Fleet) -> None:
-    """I5. With `cache=keep` the same prompt gives tokens of neither version: the stale prefix is real."""
+    """I5. With `cache=keep` the same prompt gives tokens of neither version: the stale prefix is real, and it is said
+    (F08)."""
     server, prompt = fleet.server, PREFIX[: 2 * 128 + 2]  # all but its last two tokens lie in whole blocks
     server.complete(prompt, 4)
     assert cached(server.complete(prompt, 4)) > 0
@@ -94,12 +96,16 @@ def test_keys_and_values_of_old_weights_meet_no_new_ones_unless_asked_to(fleet: 
         answer = server.complete(prompt, COUNT)
         assert cached(answer) == 0
         assert answer.tokens == expected(goes_to, prompt)
-        assert cached(server.complete(prompt, 4)) > 0
+        again = server.complete(prompt, 4)
+        assert cached(again) > 0
+        assert "stale_prefix" not in again.body["liveweights"]
     goes_to = fleet.other
     fleet.publish(goes_to, cache="keep")
     stale = server.complete(prompt, COUNT)
     assert cached(stale) > 0
     assert stale.tokens != expected(goes_to, prompt)
+    assert stale.body["liveweights"]["stale_prefix"] is True
+    assert server.complete_streaming(prompt, COUNT).body["liveweights"]["stale_prefix"] is True
 
 
 def cached(answer: Any) -> int:

@@ -57,6 +57,7 @@ class VllmGate:
         self._goes_on = False  # whether requests live through the switch that is under way
         self._open_to: tuple[str, ...] = ()  # versions whose unfinished replies may go on under this one
         self.mixed = 0
+        self.stale = False
 
     @property
     def version(self) -> str:
@@ -129,6 +130,7 @@ class VllmGate:
         except LiveweightsError as error:
             reply.failure = error
             raise
+        part.stale = self.stale
         ticket = _Ticket(request_id, reply, self.version)
         ticket.call = Call(generation, partial(self._note, ticket, part), partial(self._over, ticket))
         self._running.add(ticket)
@@ -211,7 +213,9 @@ class VllmGate:
     def relabelled(self, version: str, digest: str, cache: CachePolicy) -> None:
         """Where bytes and labels change: so does the namespace of new blocks, unless the policy keeps it."""
         self._label = version
-        self._namespaces.switch(f"{version}:{digest}", keep=cache is CachePolicy.KEEP, shared=self._goes_on)
+        keep = cache is CachePolicy.KEEP
+        self._namespaces.switch(f"{version}:{digest}", keep=keep, shared=self._goes_on)
+        self.stale = keep
 
     def open(self, version: str) -> None:
         before = self.version

@@ -174,9 +174,11 @@ class _Answer:
     def _add_versions(self, document: dict[str, Any]) -> None:
         choices = [each for each in document.get("choices") or () if isinstance(each, dict)]
         for choice in choices if self._reply.choices > 1 else ():
-            choice["liveweights"] = {"spans": _listed(self._reply.spans_of(choice.get("index", 0)))}
+            index = choice.get("index", 0)
+            spans = _listed(self._reply.spans_of(index))
+            choice["liveweights"] = {"spans": spans, **self._reply.found_stale(index)}
         first = choices[0].get("index", 0) if choices else 0
-        document["liveweights"] = self._versions(self._reply.spans_of(first))
+        document["liveweights"] = self._versions(self._reply.spans_of(first)) | self._reply.found_stale()
         if self._reply.ended_by_update and (not choices or any(_cut_short(choice) for choice in choices)):
             document["liveweights"] |= {"reason": "aborted_by_update", "retryable": True}
         self._add_cached(document.get("usage"))

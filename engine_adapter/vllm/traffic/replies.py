@@ -7,18 +7,21 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_adapter.replica.replies import Span, Wanted
+from engine_adapter.replica.replies import Span, Wanted, stale_prefix
 from updater.core.errors import LiveweightsError
 
 
 @dataclass(slots=True)
 class Part:
-    """One call of the engine: `sequences` by their index (more than one where the request asks for `n`)."""
+    """One call of the engine: `sequences` by their index (more than one where the request asks for `n`). `stale`: what
+    it found in the cache may be of before a switch (`cache=keep`).
+    """
 
     request_id: str = ""
     wanted: int = 1  # so many sequences
     sequences: dict[int, tuple[Span, ...]] = field(default_factory=dict)
     cached_tokens: int = 0
+    stale: bool = False
 
     @property
     def versions(self) -> set[str]:
@@ -70,6 +73,12 @@ class Reply:
     def part(self, request_id: str = "", wanted: int = 1) -> Part:
         self.parts.append(Part(request_id, wanted))
         return self.parts[-1]
+
+    def found_stale(self, choice: int | None = None) -> dict[str, bool]:
+        """See `stale_prefix`: of the choice with this index, or of any."""
+        at = None if choice is None or self.is_beam_search else choice // self._per_part
+        parts = self.parts if at is None else self.parts[at : at + 1]
+        return stale_prefix(any(part.stale and part.cached_tokens for part in parts), 1)
 
     def spans_of(self, choice: int) -> tuple[Span, ...]:
         """Of the choice with this index in the answer: prompts one after the other, each with its sequences.

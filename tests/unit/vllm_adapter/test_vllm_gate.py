@@ -385,6 +385,31 @@ def test_the_keep_policy_keeps_the_namespace() -> None:
     run(main)
 
 
+@pytest.mark.case("F08")
+def test_a_reply_in_a_namespace_that_outlived_a_switch_may_be_stale() -> None:
+    """As of its dispatch, and only where it found something."""
+
+    async def main(world: World) -> None:
+        async def found(request_id: str, version: str) -> tuple[dict[str, bool], dict[str, bool]]:
+            world.engine.label = version
+            reply, task = world.ask(request_id)
+            await settle()
+            world.engine.finish(request_id)
+            await task
+            reply.part().stale = True  # another call, which found nothing
+            return reply.found_stale(), reply.found_stale(1)
+
+        seen = []
+        for step, cache in enumerate([CachePolicy.RESET, CachePolicy.KEEP, CachePolicy.NAMESPACE]):
+            world.gate.close(InFlight.DRAIN, f"0-{step}")
+            world.gate.relabelled(f"0-{step}", "ab", cache)
+            world.gate.open(f"0-{step}")
+            seen.append(await found(f"r{step}", f"0-{step}"))
+        assert seen == [({}, {}), ({"stale_prefix": True}, {}), ({}, {})]
+
+    run(main)
+
+
 @pytest.mark.parametrize(
     ("mode", "cache"),
     [

@@ -30,9 +30,10 @@ def mine() -> Reply:
     return reply
 
 
-def made(reply: Reply, *sequences: tuple[Span, ...], cached: int = 0) -> None:
+def made(reply: Reply, *sequences: tuple[Span, ...], cached: int = 0, stale: bool = False) -> None:
     """The engine was called once and made these."""
     part = reply.part(wanted=len(sequences))
+    part.stale = stale
     part.sequences = dict(enumerate(sequences))
     part.cached_tokens = cached
 
@@ -79,6 +80,34 @@ def test_a_reply_says_what_made_it() -> None:
         },
     }
     assert int(answer.headers["content-length"]) == len(answer.content)
+
+
+@pytest.mark.case("F08")
+@pytest.mark.parametrize(("cached", "stale"), [(0, False), (0, True), (7, False), (7, True)])
+def test_a_reply_over_stale_prefixes_says_so_streamed_or_not(cached: int, stale: bool) -> None:
+    async def handler(_request: Request, reply: Reply) -> Response:
+        made(reply, (NEW,), cached=cached, stale=stale)
+        return JSONResponse({"choices": [{"index": 0}]})
+
+    async def pieces() -> AsyncIterator[str]:
+        made(mine(), (NEW,), cached=cached, stale=stale)
+        yield event(choices=[{"index": 0, "text": "a", "finish_reason": "length"}]) + DONE
+
+    streamed = json.loads(stream(pieces).split("\n\n")[0].removeprefix("data: "))
+    for document in (ask(handler).json(), streamed):
+        assert document["liveweights"].get("stale_prefix", False) is (cached > 0 and stale)
+
+
+@pytest.mark.case("F08")
+def test_choices_over_stale_prefixes_are_told_apart() -> None:
+    async def handler(_request: Request, reply: Reply) -> Response:
+        made(reply, (NEW,), cached=7, stale=True)
+        made(reply, (NEW,), cached=7)
+        return JSONResponse({"choices": [{"index": index} for index in range(2)]})
+
+    document = ask(handler).json()
+    assert document["liveweights"]["stale_prefix"] is True
+    assert [choice["liveweights"].get("stale_prefix") for choice in document["choices"]] == [True, None]
 
 
 def test_choices_of_several_prompts_each_have_their_own_spans() -> None:
