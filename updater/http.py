@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -32,12 +32,13 @@ from updater.core.errors import (
     Unavailable,
 )
 from updater.receipts import groups_of
-from updater.security import Access, FrontKeys, Tokens
+from updater.security import OPEN_PATHS, Access, FrontKeys, Tokens
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 1
 DEFAULT_MAX_BODY = 4 << 20
 BODY_DEADLINE_S = 60.0
+CONNECTION = "liveweights.connection"
 _JSON_HINT = "pass the header Content-Type: application/json"
 
 _log = logging.getLogger("liveweights.http")
@@ -185,7 +186,9 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = scope["headers"]
-        error = self._access.refuses(scope["path"], headers)
+        error: LiveweightsError | None = self._access.refuses(scope["path"], headers)
+        if error is None and not self._has_room(scope):
+            error = Unavailable(Failure("queue_full", "too many requests at once, each over a connection of its own"))
         if error is None and scope["type"] == "http":
             if not self._access.tells_all(scope["path"], headers):
                 send = _Terse(send, scope["path"] in self._access.inference_paths).send
@@ -194,6 +197,19 @@ class Guard:
             await problem(error or Rejected(Failure("not_found", "no such route")))(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
+
+    def _has_room(self, scope: Scope) -> bool:
+        connection: Connection | None = scope.get(CONNECTION)
+        if connection is None or scope["path"] in OPEN_PATHS:
+            return True
+        return connection.admit(scope["path"], fleet=self._access.of_fleet(scope["path"], scope["headers"]))
+
+
+class Connection(Protocol):
+    """What a server may put into the scope of a request under `CONNECTION`: see `updater.connections`."""
+
+    def admit(self, path: str, *, fleet: bool) -> bool:
+        """Whether the request may run. `fleet`: it has shown the admin token or the key of a front."""
 
 
 def terse(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,13 +168,17 @@ class Access:
             return Unauthorized(Failure("forbidden", "this token opens inference routes only"))
         return Unauthorized(Failure("unauthorized", "a bearer token is needed"))
 
+    def of_fleet(self, path: str, headers: Headers) -> bool:
+        """Whether the caller has shown what only the fleet and its operators have; never where no token is set."""
+        given = _bearer(headers)
+        return self.tokens.configured and (_same(given, self.tokens.admin) or self.keys.open(path, given))
+
     def tells_all(self, path: str, headers: Headers) -> bool:
         """Whether the texts of errors are for this caller: they name addresses, files and machines. Others are told
         the code alone, so that a port cannot be asked about through us."""
         if not self.tokens.configured:
             return _foreign(headers) is None
-        given = _bearer(headers)
-        return _same(given, self.tokens.admin) or self.keys.open(path, given)
+        return self.of_fleet(path, headers)
 
 
 def _values(headers: Headers, wanted: bytes) -> list[bytes]:

@@ -28,6 +28,7 @@ from engine_adapter.replica.life import FrontLife, Membership
 from engine_adapter.replica.rank_work import Deadlines, RankWork
 from engine_adapter.replica.ranks import PoolSettings, RankPool
 from engine_adapter.replica.tokens import ModelText
+from updater.connections import BACKLOG, BoundedServer
 from updater.core.errors import Failure, LiveweightsError
 from updater.security import Tokens, check_bind
 
@@ -115,7 +116,7 @@ def run_engine(wanted: FrontSettings) -> int:
     return asyncio.run(run())
 
 
-class _Server(uvicorn.Server):
+class _Server(BoundedServer):
     """Signals are the replica's: the order of stopping matters."""
 
     @contextlib.contextmanager
@@ -147,7 +148,7 @@ class Replica:
 
     def __init__(self, wanted: FrontSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = wanted
-        self._socket = socket.create_server((wanted.host, wanted.port))
+        self._socket = socket.create_server((wanted.host, wanted.port), backlog=BACKLOG)
         # What it accepts inherits this; asyncio sets it only where the protocol number was given.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port: int = self._socket.getsockname()[1]

@@ -23,6 +23,7 @@ ALLOWED = {
         "updater.manifest",
         "updater.names",
         "updater.wire",
+        "updater.connections",
         "updater.http",
         "updater.in_process",
         "updater.ray_calls",

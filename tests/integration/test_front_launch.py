@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ START_S, STOP_S = 200.0, 120.0
 
 @contextmanager
 def program(log: Path, *arguments: object, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`liveweights <arguments>`; killed at the end if the test did not stop it."""
-    command = [sys.executable, "-m", "updater.cli.main", *map(str, arguments)]
+    """`liveweights <arguments>` with 256 descriptors; killed at the end if the test did not stop it."""
+    limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256));"
+    limited += "os.execv(sys.executable, [sys.executable, '-m', 'updater.cli.main', *sys.argv[1:]])"
+    command = [sys.executable, "-c", limited, *map(str, arguments)]
     with log.open("ab") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream, env=os.environ | environment)
     try:
@@ -71,7 +74,21 @@ def ended(process: subprocess.Popen[bytes], how: signal.Signals, ranks: list[psu
     return status
 
 
-@pytest.mark.case("F42")
+@contextmanager
+def idlers(*urls: str, count: int = 300) -> Iterator[None]:
+    """So many connections to each that say nothing, and as many that say half a header."""
+    with ExitStack() as open_ones:
+        for url in urls:
+            host, port = url.removeprefix("http://").rsplit(":", 1)
+            for number in range(2 * count):
+                line = open_ones.enter_context(socket.create_connection((host, int(port)), timeout=START_S))
+                if number % 2:
+                    with suppress(ConnectionError):  # it may have been closed already
+                        line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le")
+        yield
+
+
+@pytest.mark.case("F40", "F42")
 def test_a_replica_joins_serves_catches_up_and_leaves(tmp_path: Path) -> None:
     """With a token: the coordinator speaks to the front with the key of this front."""
     torch.set_num_threads(1)
@@ -95,9 +112,11 @@ def test_a_replica_joins_serves_catches_up_and_leaves(tmp_path: Path) -> None:
             assert len(ranks) == 2
             answer = complete(engine, key)
             assert (answer["choices"][0]["token_ids"], answer["liveweights"]["version"]) == (expected["old"], "start")
-            receipt = client.post("/v1/updates", params={"wait": "true"}, json={"path": str(new), "version": 1})
-            assert receipt.status_code == 200, receipt.text
-            answer = complete(engine, key)
+            with idlers(hub, engine):
+                receipt = client.post("/v1/updates", params={"wait": "true"}, json={"path": str(new), "version": 1})
+                assert receipt.status_code == 200, receipt.text
+                answer = complete(engine, key)
+            assert [member["state"] for member in client.get("/v1/fleet").json()["members"]] == ["open"]
             assert (answer["choices"][0]["token_ids"], answer["liveweights"]["version"]) == (expected["new"], "0-1")
             assert ended(replica, signal.SIGTERM, ranks) == 0
             assert client.get("/v1/fleet").json()["members"] == []

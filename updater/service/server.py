@@ -14,6 +14,7 @@ from pathlib import Path
 
 import uvicorn
 
+from updater.connections import BACKLOG, BoundedServer
 from updater.coordinator.coordinator import Coordinator
 from updater.coordinator.journal import Journal
 from updater.coordinator.state_folder import StateFolder
@@ -24,7 +25,7 @@ from updater.settings import Settings
 _log = logging.getLogger("liveweights.coordinator")
 
 
-class _Server(uvicorn.Server):
+class _Server(BoundedServer):
     """uvicorn, with its end in our hands: updates end before it waits for the clients that wait for them."""
 
     def __init__(self, config: uvicorn.Config, coordinator: Coordinator) -> None:
@@ -67,7 +68,7 @@ def bind(settings: Settings) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((settings.host, settings.port))
-        listener.listen(1024)
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise
