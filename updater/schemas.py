@@ -231,7 +231,8 @@ class GroupBody(BaseModel):
 
 
 class MemberState(BaseModel):
-    """One member as the coordinator sees it. `state` is the front's, or `lost`."""
+    """One member as the coordinator sees it. `state` is the front's, or `lost`. `hint`: what ends a state in
+    which it does not serve; `failures`: why it does not, the front's own first."""
 
     replica: str
     url: str
@@ -245,6 +246,7 @@ class MemberState(BaseModel):
     model: str = ""
     ranks: list[dict[str, Any]] = []
     failures: list[FailureBody] = []
+    hint: str = ""
 
 
 class Pause(BaseModel):
@@ -394,12 +396,14 @@ class FleetState(BaseModel):
 
     `fleet`: the name; `identity`: random, kept by the journal and by every replica, empty while nothing was published.
     `hold`: why nothing is published and nobody admitted. `strangers`: replicas that call and are no members.
+    `refused`: why replicas that asked to join within the last minute were not taken in, by replica.
     """
 
     fleet: str
     identity: str = ""
     hold: FailureBody | None = None
     strangers: list[StrangerState] = []
+    refused: list[FailureBody] = []
     epoch: int
     phase: str
     live_version: str | None

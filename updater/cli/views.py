@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 from rich.table import Table
 
 from updater.core.errors import LiveweightsError
-from updater.schemas import FleetState, MemberState, Receipt, VersionState
+from updater.schemas import FailureBody, FleetState, MemberState, Receipt, VersionState
 
 out = Console(width=None if sys.stdout.isatty() else 160)
 err = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
@@ -130,7 +130,16 @@ def status(version: VersionState, fleet: FleetState) -> None:
     out.print(table(f"fleet {fleet.fleet}", columns, rows, right="ranks,weights"))
     for member in fleet.members:
         for failure in member.failures:
-            err.print(f"{escape(member.replica)}: [red]{failure.code}[/red] {escape(failure.message)}")
+            _why(member.replica, failure)
+        if member.state != "open" and member.hint:
+            err.print(f"{escape(member.replica)} is {member.state}: {escape(member.hint)}")
+    for failure in fleet.refused:
+        _why(f"{failure.replica} may not join", failure)
+
+
+def _why(who: str, failure: FailureBody) -> None:
+    hint = f". Hint: {failure.hint}" if failure.hint else ""
+    err.print(f"{escape(who)}: [red]{failure.code}[/red] {escape(failure.message + hint)}")
 
 
 def _member(member: MemberState) -> tuple[object, ...]:

@@ -21,6 +21,7 @@ from updater.coordinator.journal import Member as Known
 from updater.coordinator.machine import Machine
 from updater.coordinator.membership import Contact, Directory, Probe
 from updater.coordinator.metrics import Metrics
+from updater.coordinator.ordered_clock import OrderedClock
 from updater.coordinator.outbox import Outbox
 from updater.coordinator.participants import HttpParticipant, ParticipantFactory
 from updater.coordinator.progress import ProgressPoll
@@ -31,7 +32,8 @@ from updater.core import events as ev
 from updater.core.effects import Denied, Finish, Started
 from updater.core.errors import Failure, Unavailable
 from updater.core.participant import Call, Claim, Claimed, DiskOffer, Kind
-from updater.core.state import FleetState, Phase, Standing
+from updater.core.state import FleetState, Member, Phase, Standing
+from updater.core.waiting import obstacle
 from updater.schemas import FleetState as FleetView
 from updater.schemas import MemberState, VersionState
 from updater.settings import Settings
@@ -58,7 +60,7 @@ class Coordinator:
     ) -> None:
         deadlines, make = settings.deadlines, make or http_participants(settings)
         self.settings, self.metrics = settings, Metrics()
-        self._clock, self._on_stop, self._make = clock or LoopClock(), on_stop, make
+        self._clock, self._on_stop, self._make = OrderedClock(clock or LoopClock()), on_stop, make
         self._journal = journal or Journal(settings.state_folder, settings.fleet)
         self._directory = Directory()
         self._machine = Machine(self._journal, self._clock, self)
@@ -67,13 +69,14 @@ class Coordinator:
         self._machine.attach(self._outbox)
         self.probe = Probe(self._directory, self._clock, deadlines, lambda: self.state.members, feed, self._look_again)
         self.desk = Desk(settings, self._journal, self._machine, self._clock, self.metrics)
-        self.joins = Joins(make, self._directory, self._journal, self._machine, self.desk, deadlines)
+        self.joins = Joins(make, self._directory, self._journal, self._machine, self.desk, deadlines, self._clock)
         self._staging = ProgressPoll(
             self._directory, self._clock, deadlines.status_s, self._participants, self.desk.progress
         )
         self._probing: asyncio.Task[None] | None = None
         self._owning: asyncio.Task[None] | None = None
         self._recovered = False
+        self._said: set[Failure] = set()
         self._owner = secrets.token_hex(8)
         self._callers = Callers(self._clock, deadlines.watch_s)
         self._recovery = Recovery(self._journal, self._directory, self._make, settings, self._clock, self._owner)
@@ -86,6 +89,7 @@ class Coordinator:
         if self._journal.new:
             where, fleet = self.settings.state_folder, self.settings.fleet
             _log.warning("a new journal in %s: fleet %r begins without history", where, fleet)
+        self._clock.begin_after(self._journal.newest())
         self._go_on(await self._recovery.run())
         await self.probe.once()
         self._recovered = True
@@ -111,12 +115,20 @@ class Coordinator:
 
     async def _look_again(self) -> None:
         """After a round of probes: members that could not be led may say something else by now."""
+        self._say_obstacles()
         hold = self.state.hold
         if self._leads_nobody and self.stopped is None and hold is not None and hold.code == "behind":
             with self._machine.journaled():
                 found = await self._recovery.again()
             if found.state.hold != hold:
                 self._go_on(found)
+
+    def _say_obstacles(self) -> None:
+        """Each once, until it is another one."""
+        now = set(self.obstacles())
+        for failure in sorted(now - self._said, key=lambda each: each.replica):
+            _log.warning("%s does not serve: %s: %s; %s", failure.replica, failure.code, failure.message, failure.hint)
+        self._said = now
 
     def _hold_changed(self, before: Failure | None) -> None:
         hold = self.state.hold
@@ -211,7 +223,7 @@ class Coordinator:
         self.desk.started(started)
 
     def on_finished(self, finish: Finish) -> None:
-        self.desk.finished(finish, {member.replica: self._directory.view(member) for member in self.state.members})
+        self.desk.finished(finish, {member.replica: self._view(member) for member in self.state.members})
 
     def on_admitted(self, replica: str) -> None:
         """It serves what is live: shown at once, not only after the next probe."""
@@ -267,14 +279,22 @@ class Coordinator:
         )
 
     def members(self) -> list[MemberState]:
-        return [self._directory.view(member) for member in self.state.members]
+        return [self._view(member) for member in self.state.members]
+
+    def _view(self, member: Member) -> MemberState:
+        return self._directory.view(member, obstacle(self.state, member))
+
+    def obstacles(self) -> list[Failure]:
+        """Why replicas that want to serve do not: members that are not admitted, and those that may not join."""
+        waiting = (obstacle(self.state, member) for member in self.state.members)
+        return [*(failure for failure in waiting if failure is not None), *self.joins.refused()]
 
     def member(self, replica: str) -> MemberState:
         """Raises `not_found`."""
         member = self.state.member(replica)
         if member is None:
             raise self.desk.error(Failure("not_found", "no such member", replica=replica))
-        return self._directory.view(member)
+        return self._view(member)
 
     def fleet(self) -> FleetView:
         state = self.state
@@ -285,6 +305,7 @@ class Coordinator:
             identity=self.identity,
             hold=failure_body(state.hold) if state.hold is not None else None,
             strangers=self._callers.strangers(),
+            refused=[failure_body(failure) for failure in self.joins.refused()],
             epoch=state.epoch,
             phase=Phase.STOPPED.value if self.stopped is not None else state.phase.value,
             live_version=self.live_version,

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from updater import wire
-from updater.coordinator.clock import Clock
 from updater.coordinator.facts import Facts, facts_of
 from updater.coordinator.journal import Journal, JournalFailed, Request
 from updater.coordinator.machine import Machine
 from updater.coordinator.metrics import Metrics
+from updater.coordinator.ordered_clock import OrderedClock
 from updater.coordinator.recover import Found, result_of
 from updater.coordinator.requests import Asked, Before, asked_rollback, asked_update, sealed_manifest
 from updater.coordinator.timeline import Timeline
@@ -30,7 +30,9 @@ from updater.settings import Settings
 class Desk:
     """The updates of one coordinator. Every method may raise LiveweightsError."""
 
-    def __init__(self, settings: Settings, journal: Journal, machine: Machine, clock: Clock, metrics: Metrics) -> None:
+    def __init__(
+        self, settings: Settings, journal: Journal, machine: Machine, clock: OrderedClock, metrics: Metrics
+    ) -> None:
         self._settings, self._journal, self._machine = settings, journal, machine
         self._clock, self._metrics = clock, metrics
         self._running: dict[str, Update] = {}  # and waiting, by id
@@ -92,7 +94,7 @@ class Desk:
             raise
 
     def _new(self, update_id: str, body_hash: str, body: str, kind: Kind, version: str) -> Update:
-        update = Update(update_id, body_hash, body, kind, version, self._clock.wall(), Timeline(self._clock.now()))
+        update = Update(update_id, body_hash, body, kind, version, self._clock.stamp(), Timeline(self._clock.now()))
         self._running[update_id] = update
         return update
 
@@ -270,7 +272,7 @@ class Desk:
         update = self._by_serial(result.serial) if result.serial else self._running.get(result.update)
         if update is None:
             return
-        receipt = receipt_of(update, result, members, self._clock.now(), self._clock.wall())
+        receipt = receipt_of(update, result, members, self._clock.now(), self._clock.stamp())
         if not update.serial:
             self._journal.add_request(_request(update))
         self._journal.put_receipt(update.id, receipt.model_dump_json())
@@ -303,7 +305,7 @@ class Desk:
             now = self._clock.now()
             update = _past(ended.request, now)
             update.restarted, update.facts = True, _facts(ended.request)
-            receipt = receipt_of(update, result_of(ended, found.state), {}, now, self._clock.wall())
+            receipt = receipt_of(update, result_of(ended, found.state), {}, now, self._clock.stamp())
             with self._machine.journaled():
                 self._journal.put_receipt(update.id, receipt.model_dump_json())
             self._metrics.ended(receipt)

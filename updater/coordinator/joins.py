@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from dataclasses import replace
 
+from updater.coordinator.clock import Clock
 from updater.coordinator.desk import Desk
 from updater.coordinator.journal import Journal, Member
 from updater.coordinator.machine import Machine
@@ -13,16 +14,20 @@ from updater.coordinator.membership import Contact, Directory
 from updater.coordinator.participants import Barred, Participant, ParticipantFactory, Refusal, Unreachable
 from updater.core import events as ev
 from updater.core.effects import Denied
-from updater.core.errors import Failure, Unavailable
+from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.core.participant import Description, StatusRequest
+from updater.core.waiting import obstacle
 from updater.schemas import MemberState
 from updater.settings import Deadlines
 
 _NETWORKS_HINT = "start the coordinator with --allow-network CIDR, or announce an address that it allows"
+_RANKS_HINT = "the ranks of a replica are numbered from 0 on, each once: restart the replica"
 _KEY_HINT = (
     "coordinator and replica need the same LIVEWEIGHTS_ADMIN_TOKEN, and the replica has to announce the very address"
     " that it is called at: {}"
 )
+#: A front asks again within seconds. More of them than any operator reads: one more replaces the oldest.
+REFUSED_S, KEPT = 60.0, 1000
 
 
 class Joins:
@@ -36,15 +41,35 @@ class Joins:
         machine: Machine,
         desk: Desk,
         deadlines: Deadlines,
+        clock: Clock,
     ) -> None:
         self._make, self._directory, self._journal = make, directory, journal
         self._machine, self._desk, self._deadlines = machine, desk, deadlines
+        self._clock = clock
+        self._refused: dict[str, tuple[float, Failure]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._obeys: dict[str, asyncio.Event] = {}
 
     async def join(self, replica: str, url: str) -> MemberState:
         """Take a front in: the machine admits it, brings it to the live version, or says why not."""
+        try:
+            state = await self._join(replica, url)
+        except LiveweightsError as error:
+            self._refused.pop(replica, None)
+            self._refused[replica] = (self._clock.now(), error.failures[0].at(replica=replica))
+            if len(self._refused) > KEPT:
+                del self._refused[next(iter(self._refused))]
+            raise
+        self._refused.pop(replica, None)
+        return state
+
+    def refused(self) -> list[Failure]:
+        """Why replicas that ask to be taken in are not. Who asks no more is not named for long."""
+        since = self._clock.now() - REFUSED_S
+        return [failure for at, failure in self._refused.values() if at >= since]
+
+    async def _join(self, replica: str, url: str) -> MemberState:
         self._desk.must_run()
         async with self._locks.setdefault(replica, asyncio.Lock()):
             participant = self.reach(replica, url)
@@ -60,7 +85,7 @@ class Joins:
         member = self._machine.state.member(replica)
         if member is None:
             raise self._desk.error(Failure("replica_lost", "it left while it joined", replica=replica))
-        return self._directory.view(member)
+        return self._directory.view(member, obstacle(self._machine.state, member))
 
     async def _obedience(self, replica: str) -> None:
         """Until it has heard the coordinator's first word, so that the next update may enlist it. Not for long."""
@@ -126,6 +151,16 @@ class Joins:
         if description.status.replica != replica:
             raise self._desk.error(
                 Failure("bad_request", f"{url} is replica {description.status.replica!r}", replica=replica)
+            )
+        numbers = [rank.rank for rank in description.ranks]
+        if sorted(numbers) != list(range(len(numbers))):
+            raise self._desk.error(
+                Failure("bad_request", f"its ranks are numbered {numbers}", replica=replica, hint=_RANKS_HINT)
+            )
+        if description.status.ranks not in (0, len(numbers)) and numbers:
+            count = description.status.ranks
+            raise self._desk.error(
+                Failure("bad_request", f"says {count} ranks and names {numbers}", replica=replica, hint=_RANKS_HINT)
             )
         return replace(description, url=url)
 

@@ -243,6 +243,14 @@ class Journal:
         rows = self._read("SELECT at FROM records WHERE kind = ? ORDER BY seq DESC LIMIT 1", RecordKind.PUBLISHED.value)
         return rows[0][0] if rows else None
 
+    def newest(self) -> float:
+        """The last time of any entry, in Unix seconds; 0 where there is none."""
+        times = (
+            "SELECT at FROM records UNION ALL SELECT created FROM requests UNION ALL"
+            " SELECT json_extract(receipt, '$.ended_at') FROM requests WHERE json_valid(receipt)"
+        )
+        return float(self._read(f"SELECT coalesce(max(at), 0) FROM ({times})")[0][0])
+
     def _record(self, text: str, manifest: str) -> Record:
         with self._guarded():
             try:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from updater.coordinator.clock import Clock, Timer
+from updater.coordinator.clock import Timer
 from updater.coordinator.journal import Journal, JournalFailed
+from updater.coordinator.ordered_clock import OrderedClock
 from updater.coordinator.outbox import Outbox
 from updater.core import events as ev
 from updater.core.effects import (
@@ -58,7 +59,7 @@ class Owner(Protocol):
 class Machine:
     """Holds the fleet state. `feed` and `ask` must be called on the loop's thread."""
 
-    def __init__(self, journal: Journal, clock: Clock, owner: Owner) -> None:
+    def __init__(self, journal: Journal, clock: OrderedClock, owner: Owner) -> None:
         self._journal, self._clock, self._owner = journal, clock, owner
         self._outbox: Outbox | None = None
         self._queue: deque[ev.Event] = deque()
@@ -153,7 +154,7 @@ class Machine:
                 if self._outbox is not None:
                     self._outbox.send(effect)
             case Append(record):
-                self._journal.append(record, self._clock.wall())
+                self._journal.append(record, self._clock.stamp())
                 self._queue.append(ev.Recorded(record.kind.value, record.serial, record.attempt))
             case Accepted() | Denied() | Claimed():
                 self._answer = effect

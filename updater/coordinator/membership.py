@@ -14,7 +14,8 @@ from updater.coordinator.updates import failure_body
 from updater.core.errors import Failure
 from updater.core.events import Event, Lost, Seen
 from updater.core.participant import Description, FrontState, FrontStatus, Spare, SpareState, StatusRequest
-from updater.core.state import Member, Standing
+from updater.core.state import Member
+from updater.core.waiting import cure, shown
 from updater.schemas import MemberState
 from updater.settings import Deadlines
 
@@ -96,6 +97,20 @@ class Directory:
             return None
         return answer if isinstance(answer, FrontStatus) else None
 
+    async def describe_all(self, replicas: Iterable[str], seconds: float) -> None:
+        """Of those that answer and whose description is not known: after a restart the journal has only addresses."""
+        contacts = [contact for replica in replicas if (contact := self._contacts.get(replica)) is not None]
+        bare = [contact for contact in contacts if contact.status is not None and contact.description is None]
+        await asyncio.gather(*(self._describe(contact, seconds) for contact in bare))
+
+    async def _describe(self, contact: Contact, seconds: float) -> None:
+        try:
+            answer = await contact.participant.call("describe", StatusRequest(), seconds)
+        except (Refusal, Unreachable):
+            return
+        if isinstance(answer, Description):
+            contact.description = answer
+
     async def ask_all(self, replicas: Iterable[str], seconds: float) -> dict[str, FrontStatus | None]:
         """All at once; what they say is kept."""
         asked = [(replica, self._contacts[replica]) for replica in replicas if replica in self._contacts]
@@ -105,17 +120,15 @@ class Directory:
                 contact.status, contact.missed = answer, 0
         return {replica: answer for (replica, _), answer in zip(asked, answers, strict=True)}
 
-    def view(self, member: Member) -> MemberState:
-        """A member for people: the front's own state, unless the coordinator knows better."""
+    def view(self, member: Member, why: Failure | None = None) -> MemberState:
+        """A member for people: the front's own state, unless the coordinator knows better. `why`: it does not serve."""
         contact = self._contacts.get(member.replica)
         status = contact.status if contact is not None else None
         description = contact.description if contact is not None else None
         if status is not None and status.incarnation != member.incarnation:
             status = None
-        state = member.standing.value
-        told = contact is not None and not contact.missed
-        if status is not None and (member.standing in (Standing.OK, Standing.JOINING) or (member.unled and told)):
-            state = status.state.value
+        state = shown(member, status, contact is not None and not contact.missed)
+        failures = [each for each in (status.failure if status is not None else None, why) if each is not None]
         spare = status.spare if status is not None else Spare(SpareState.UNKNOWN)
         if member.previous is not None:
             spare = Spare(SpareState.PREVIOUS, version=str(member.previous.version), digest=member.previous.digest)
@@ -131,7 +144,8 @@ class Directory:
             engine=description.engine if description is not None else "",
             model=description.model if description is not None else "",
             ranks=[wire.plain(rank) for rank in description.ranks] if description is not None else [],
-            failures=[failure_body(status.failure)] if status is not None and status.failure is not None else [],
+            failures=[failure_body(failure) for failure in failures],
+            hint=cure(state),
         )
 
 
@@ -163,6 +177,7 @@ class Probe:
         """One round. A member that came back counts again; one that missed too many in a row is lost."""
         asked = {member.replica: member.incarnation for member in self._members()}
         answers = await self._directory.ask_all(asked, self._deadlines.status_s)
+        await self._directory.describe_all(asked, self._deadlines.status_s)
         for replica, status in answers.items():
             if status is None:
                 self.unanswered(replica, asked[replica])

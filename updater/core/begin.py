@@ -25,6 +25,7 @@ from updater.core.policy import CommitMode, OnBusy, conflict
 from updater.core.requests import first_word, join_request, live
 from updater.core.state import FleetState, Member, Phase, Published, Standing, Transaction
 from updater.core.version import START, Version
+from updater.core.waiting import left_behind
 
 #: Updates that may wait behind a running one.
 QUEUE_LIMIT = 16
@@ -171,6 +172,7 @@ def start(state: FleetState, event: Begin) -> Moved:
         digest=target.digest if target else "",
         commit_requested=event.policy.commit is CommitMode.AUTO,
     )
+    update = replace(update, warnings=left_behind(state, update))
     return _launch(state, update, (Accepted(event.update, update.serial),))
 
 

@@ -188,6 +188,12 @@ TABLE: dict[str, Code] = {
     "lease_expired": Code(409, "The client did not renew the update's lease.", retry=True, hint="raise lease_s"),
     "client_abort": Code(409, "A client ended the update.", retry=True),
     "coordinator_restarted": Code(503, "The coordinator was restarted before the update was decided.", retry=True),
+    "no_source": Code(
+        409,
+        "The replica holds other weights than the fleet, and what is live cannot be read again.",
+        retry=True,
+        hint="publish the next version: the replica takes part; or restart it on a checkpoint of the live weights",
+    ),
     "state_in_use": Code(
         409,
         "Another coordinator that lives, or stands still, has this state folder.",

@@ -362,8 +362,9 @@ def _gave_up(state: FleetState) -> FleetState:
     update = current(state)
     if _asked_for(update):
         return state
+    why = update.failures[0] if update.failures else None
     for member in present(state):
-        state = state.with_member(replace(member, gave_up_on=update.label))
+        state = state.with_member(replace(member, gave_up_on=update.label, why=why))
     return state
 
 

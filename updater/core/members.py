@@ -250,7 +250,7 @@ def paid(state: FleetState, member: Member, event: Replied) -> Moved:
         return settled.with_member(replace(settled.member(member.replica) or member, owed=None)), ()
     if event.verb == "join" or (owed and isinstance(owed.request, ResumeRequest) and owed.request.published):
         digest = owed.request.digest if owed else member.live
-        serving = replace(member, standing=Standing.OK, owed=None, shut=False, admitted=True, live=digest)
+        serving = replace(member, standing=Standing.OK, owed=None, shut=False, admitted=True, live=digest, why=None)
         state = state.with_member(serving)
         if event.verb == "join":
             return state, (Admit(member.replica),)
@@ -285,7 +285,7 @@ def unpaid(state: FleetState, member: Member, event: Refused) -> Moved:
     """
     if event.verb == "join":
         label = live(state)
-        refused = replace(member, standing=Standing.JOINING, owed=None, gave_up_on=label)
+        refused = replace(member, standing=Standing.JOINING, owed=None, gave_up_on=label, why=event.failures[0])
         return state.with_member(refused), ()
     if any(failure.code == "rank_died" for failure in event.failures):
         return state.with_member(replace(member, standing=Standing.QUARANTINED, owed=None, shut=True)), ()

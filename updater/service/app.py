@@ -216,8 +216,9 @@ class _Face:
         if self._coordinator.ready:
             return JSONResponse({"status": "ready"})
         nobody = Failure("no_members", "nobody serves yet")
-        why = self._coordinator.stopped or self._coordinator.state.hold or nobody
-        problem = http.problem(Unavailable(why))
+        why = self._coordinator.stopped or self._coordinator.state.hold
+        whys = (why,) if why else (nobody, *self._coordinator.obstacles()[:IN_DOCUMENT])
+        problem = http.problem(Unavailable(*whys))
         problem.status_code = 503  # whatever the code means elsewhere
         return problem
 

@@ -83,6 +83,8 @@ class SimulatedFront:
         self.opened: list[str] = []  # every version that admission opened on
         self._timer: Timer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self.ranks: tuple[int, ...] = (0,)  # the numbers that it says its ranks have
+        self.config_hash = ""
         self.progress: Progress | None = None  # what it says of its staging
         self.restart()
 
@@ -147,9 +149,9 @@ class SimulatedFront:
             engine="simulated",
             url=self._url,
             capabilities=CAPABILITIES,
-            config_hash="",
+            config_hash=self.config_hash,
             model="/models/simulated",
-            ranks=(RankInfo(0, 1, 2, 1000),),
+            ranks=tuple(RankInfo(number, 1, 2, 1000) for number in self.ranks),
         )
 
     # -- the replica machine's shell

@@ -1,0 +1,214 @@
+"""What people see of a fleet: every member under its own state, why it does not serve, and what would end that."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from updater.core.errors import Failure
+from updater.manifest import Manifest, TensorEntry
+from updater.testing.fronts import ManualClock, settle
+from updater.testing.service import LocalService
+
+
+async def members(service: LocalService) -> dict[str, Any]:
+    return {each["replica"]: each for each in (await service.get("/v1/fleet")).json()["members"]}
+
+
+async def ask_in(service: LocalService, name: str, start: str = "start", **said: Any) -> dict[str, Any]:
+    """Start a front that says this of itself, and let it join; the answer."""
+    front = service.fleet.add(name, start)
+    for field, value in said.items():
+        setattr(front, field, value)
+    answer = await service.post("/v1/fleet/replicas", {"replica": name, "url": front.url})
+    await settle()
+    return {"status": answer.status_code, **answer.json()}
+
+
+MANIFEST = json.loads(Manifest((TensorEntry("w", "F32", (2,), ""),)).to_json())
+
+
+@pytest.mark.case("F16")
+@pytest.mark.parametrize("ranks", [(0, 0), (0, 1, 3), (1,), (-1, 0)])
+def test_a_join_with_odd_numbers_of_ranks_is_refused_and_names_them(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    async def main() -> None:
+        async with LocalService(tmp_path, new_fleet=True) as service:
+            answer = await ask_in(service, "one", ranks=ranks)
+            assert (answer["status"], answer["code"]) == (400, "bad_request")
+            assert str(list(ranks)) in answer["detail"]
+            assert answer["hint"]
+            assert await members(service) == {}
+
+    asyncio.run(main())
+
+
+@pytest.mark.case("F16")
+def test_ranks_are_as_many_as_the_status_says(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with LocalService(tmp_path, new_fleet=True) as service:
+            answer = await ask_in(service, "one", ranks=(0, 1))  # a simulated front has one
+            assert answer["code"] == "bad_request"
+
+    asyncio.run(main())
+
+
+@pytest.mark.case("F17")
+def test_a_restarted_coordinator_knows_engine_model_and_ranks_after_its_first_probe(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with LocalService(tmp_path, new_fleet=True) as first:
+            await first.join("one")
+            before = (await members(first))["one"]
+            await first.crash()
+            async with LocalService(tmp_path, fleet=first.fleet, clock=first.clock) as second:
+                after = (await members(second))["one"]
+                assert before["ranks"]
+                for field in ("engine", "model", "ranks"):
+                    assert after[field] == before[field]
+
+    asyncio.run(main())
+
+
+@pytest.mark.case("F17")
+@pytest.mark.parametrize("restarted", [False, True])
+def test_broken_is_not_quarantined_and_has_its_own_cure(tmp_path: Path, restarted: bool) -> None:
+    async def main() -> None:
+        async with LocalService(tmp_path, new_fleet=True) as first:
+            _one, two = await first.join("one", "two")
+            two.die(Failure("rank_died", "gone", rank=0))
+            await first.advance(5)
+            service = LocalService(tmp_path, fleet=first.fleet, clock=first.clock) if restarted else first
+            if restarted:
+                await first.crash()
+                await service.__aenter__()
+            seen = (await members(service))["two"]
+            assert seen["state"] == "broken"
+            assert "restart" in seen["hint"]
+            assert [failure["code"] for failure in seen["failures"]] == ["rank_died"]
+            assert not (await members(service))["one"]["hint"]
+            if restarted:
+                await service.__aexit__(None, None, None)
+
+    asyncio.run(main())
+
+
+@pytest.mark.case("F24")
+def test_a_joiner_with_other_weights_and_nothing_to_read_them_from_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with LocalService(tmp_path, new_fleet=True) as service:
+            (one,) = await service.join("one")
+            await ask_in(service, "two", start="other weights")
+            await service.advance(5)
+            seen = (await members(service))["two"]
+            assert seen["state"] == "joining"
+            (failure,) = seen["failures"]
+            assert (failure["code"], failure["replica"]) == ("no_source", "two")
+            assert failure["hint"]
+            # Nobody serves: then it is what /readyz has to say.
+            one.die(Failure("rank_died", "gone"))
+            await service.advance(5)
+            problem = (await service.get("/readyz")).json()
+            assert "no_source" in [each["code"] for each in problem["failures"]]
+
+    with caplog.at_level(logging.WARNING, "liveweights.coordinator"):
+        asyncio.run(main())
+    said = [record for record in caplog.records if "no_source" in record.getMessage()]
+    assert len(said) == 1  # once, not at every probe
+
+
+@pytest.mark.case("F24")
+def test_a_joiner_whose_catch_up_failed_says_what_failed(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with LocalService(tmp_path, new_fleet=True) as service:
+            await service.join("one")
+            assert (await service.push(7)).status_code == 200
+            (service.root / "v7").write_text("other bytes under the same name")
+            await ask_in(service, "two")
+            await service.advance(5)
+            seen = (await members(service))["two"]
+            (catch_up, *_) = (await service.get("/v1/history")).json()["receipts"]
+            assert catch_up["kind"] == "catch_up"
+            assert seen["failures"][0]["code"] == catch_up["reason"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.case("F24")
+def test_a_replica_that_may_not_join_is_listed_with_the_reason_until_it_may(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with LocalService(tmp_path, new_fleet=True) as service:
+            await ask_in(service, "one", config_hash="a")
+            answer = await ask_in(service, "two", config_hash="b")
+            assert answer["code"] == "config_mismatch"
+            (refused,) = (await service.get("/v1/fleet")).json()["refused"]
+            assert (refused["code"], refused["replica"]) == ("config_mismatch", "two")
+            await ask_in(service, "two", config_hash="a")
+            assert (await service.get("/v1/fleet")).json()["refused"] == []
+            await ask_in(service, "three", config_hash="b")
+            await service.advance(120)  # it stopped asking
+            assert (await service.get("/v1/fleet")).json()["refused"] == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.case("F18")
+def test_the_receipt_of_a_stream_names_who_has_no_way_to_catch_up(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with LocalService(tmp_path, new_fleet=True) as service:
+            _one, two = await service.join("one", "two")
+            two.die(Failure("rank_died", "gone", rank=0))
+            await service.advance(5)
+            source = {"kind": "shared_memory", "address": service.checkpoint("sent"), "session": "s"}
+            begun = await service.post("/v1/updates", {"source": source, "version": 1, "id": "s", "manifest": MANIFEST})
+            assert begun.status_code == 202, begun.text
+            await settle()
+            await service.post("/v1/updates/s/seal", {})
+            await settle()
+            receipt = (await service.get("/v1/updates/s")).json()["receipt"]
+            assert receipt["outcome"] == "committed"
+            assert [text for text in receipt["warnings"] if "two" in text]
+            # From disk it can catch up: no warning.
+            disk = (await service.push(2)).json()
+            assert not [text for text in disk["warnings"] if "two" in text]
+
+    asyncio.run(main())
+
+
+class Slow(ManualClock):
+    """A machine whose clock is hours behind."""
+
+    def wall(self) -> float:
+        return super().wall() - 7200.0
+
+
+@pytest.mark.case("F62")
+def test_history_stays_ordered_when_the_next_clock_is_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with LocalService(tmp_path, new_fleet=True) as first:
+            await first.join("one")
+            assert (await first.push(7)).status_code == 200
+            began = await first.begin(8, policy={"commit": "manual"})
+            assert began.status_code == 202
+            await first.crash()
+        async with LocalService(tmp_path, fleet=first.fleet, clock=Slow()) as second:
+            for step in (9, 10):
+                assert (await second.push(step)).status_code == 200
+            receipts = (await second.get("/v1/history")).json()["receipts"]
+            newest_first = [each["version"] for each in receipts]
+            assert newest_first[:2] == ["0-10", "0-9"]
+            for newer, older in itertools.pairwise(receipts):
+                assert newer["started_at"] >= older["started_at"]
+                assert newer["ended_at"] >= older["ended_at"]
+            assert all(each["ended_at"] >= each["started_at"] and each["update_ms"] >= 0 for each in receipts)
+            assert (await second.get("/v1/version")).json()["since"] >= receipts[-1]["ended_at"]
+
+    with caplog.at_level(logging.WARNING, "liveweights.coordinator"):
+        asyncio.run(main())
+    assert [record for record in caplog.records if "clock" in record.getMessage()]
