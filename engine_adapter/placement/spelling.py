@@ -7,6 +7,7 @@ with it, or somebody has to say how it lies.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -21,6 +22,7 @@ from updater.manifest import TensorSpec
 #: (glob of source names, how they lie): what a publication, a fleet or a manifest says.
 Layouts = Sequence[tuple[str, str]]
 _AS_IT_LIES = (SourceLayout.CONCATENATED, SourceLayout.STACKED)
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer or an expert
 _HINT = 'say how it lies: layouts={{"{}": "{}"}} or another of {} (--layout, or in the manifest)'
 
 
@@ -194,7 +196,7 @@ class _Respelling:
         likely = SourceLayout.STACKED if stacked else SourceLayout.CONCATENATED
         kinds = ", ".join(kind.value for kind in SourceLayout)
         for name in names:
-            hint = _HINT.format(name, likely.value, kinds)
+            hint = _HINT.format(_NUMBER.sub("*", name), likely.value, kinds)
             self.failures.append(Failure("layout_unproved", f"{why} ({near})", tensor=name, hint=hint))
         return None
 
