@@ -143,6 +143,10 @@ class Client:
         """Members and ranks."""
         return _as(FleetState, self.run(flows.get("/v1/fleet")))
 
+    def adopt(self, members: Mapping[str, str]) -> FleetState:
+        """Let this coordinator, whose journal is empty or behind, take over these fronts (replica to URL)."""
+        return _as(FleetState, self.run(flows.adopt(members)))
+
     def history(self, limit: int | None = None) -> list[Receipt]:
         """Past receipts, newest first."""
         return _receipts(self.run(flows.get("/v1/history", limit=limit)))
@@ -255,6 +259,9 @@ class AsyncClient:
 
     async def fleet(self) -> FleetState:
         return _as(FleetState, await self.run(flows.get("/v1/fleet")))
+
+    async def adopt(self, members: Mapping[str, str]) -> FleetState:
+        return _as(FleetState, await self.run(flows.adopt(members)))
 
     async def history(self, limit: int | None = None) -> list[Receipt]:
         return _receipts(await self.run(flows.get("/v1/history", limit=limit)))

@@ -137,6 +137,12 @@ def verb(update: str, name: str) -> Flow[Mapping[str, Any]]:
     return (yield from ask(Call("POST", f"{update_path(update)}/{name}")))
 
 
+def adopt(members: Mapping[str, str]) -> Flow[Mapping[str, Any]]:
+    """`POST /v1/fleet/adopt`."""
+    named = [{"replica": replica, "url": url} for replica, url in members.items()]
+    return (yield from once(Call("POST", "/v1/fleet/adopt", {"members": named, "confirm": True})))
+
+
 def update_path(update: str) -> str:
     return f"/v1/updates/{quote(update, safe='')}"
 

@@ -232,7 +232,7 @@ MUTANTS = (
     one(
         "an empty journal does not listen",
         "recovery",
-        "hold=None if new_fleet or (journal.records and journal.members) else LISTENING,",
+        "hold=None if new_fleet else LISTENING,",
         "hold=None,",
     ),
     one(

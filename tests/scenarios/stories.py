@@ -677,6 +677,7 @@ def an_older_journal_and_a_silent_member(sim: Simulation) -> None:
     sim.restart()
     sim.settle()
     assert held(sim) == "listening"
+    call(sim, "a", "b")
     sim.do_hold_ends()
     assert live(sim) == Version(0, 3)
     sim.join("c")
@@ -709,6 +710,33 @@ def an_older_journal_that_does_not_know_a_member(sim: Simulation) -> None:
     sim.begin("v4", 4)
     sim.settle()
     assert serving(sim) == {"a": "0-4", "b": "0-4"}
+    rest(sim)
+
+
+@story
+def an_older_journal_whose_members_contradict_nothing(sim: Simulation) -> None:
+    """F11: nobody proves that it is old, so what is asked of it waits until the one that joined later has called."""
+    fleet(sim, "a")
+    publish(sim, 1)
+    older = sim.disk.copy()
+    sim.start_replica("b")
+    sim.join("b")
+    sim.settle()
+    sim.log.clear()
+    assert serving(sim) == {"a": "0-1", "b": "0-1"}
+    sim.lose_journal(older)
+    sim.restart()
+    sim.settle()
+    sim.begin("v2", 2)
+    sim.settle(timers=False)
+    assert serving(sim) == {"a": "0-1", "b": "0-1"}
+    call(sim, "b")
+    ended(sim, Outcome.REJECTED, "behind")
+    sim.adopt("ab")
+    sim.settle()
+    sim.begin("v2-again", 2)
+    sim.settle()
+    assert serving(sim) == {"a": "0-2", "b": "0-2"}
     rest(sim)
 
 

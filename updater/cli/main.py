@@ -350,6 +350,26 @@ def history(
 
 
 @app.command()
+def adopt(
+    front: Annotated[
+        list[str] | None, typer.Argument(help="NAME=URL of every replica; default: those that call and are no members.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Let a coordinator whose journal is empty or behind take over a fleet that serves. Ends the one before it."""
+    from updater.cli import views
+
+    with _errors(as_json), _client(url) as client:
+        named = dict(_named(text) for text in front or ())
+        fleet = client.adopt(named or {each.replica: each.url for each in client.fleet().strangers})
+        if as_json:
+            views.print_json(fleet.model_dump(mode="json"))
+        else:
+            views.status(client.version(), fleet)
+
+
+@app.command()
 def readmit(
     url: Annotated[str, typer.Argument(help="The replica, not the coordinator.")],
     as_json: Json = False,
@@ -500,6 +520,13 @@ def _layout(text: str) -> tuple[str, SourceLayout]:
         kinds = ", ".join(SourceLayout)
         raise typer.BadParameter(f"{text!r} is not PATTERN=KIND with a kind of {kinds}")
     return glob, SourceLayout(kind)
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, mark, url = text.partition("=")
+    if not mark or not name or not url:
+        raise typer.BadParameter(f"{text!r} is not NAME=URL, for example r0=http://127.0.0.1:8800")
+    return name, url
 
 
 def _option(text: str) -> tuple[str, str | int | float | bool]:

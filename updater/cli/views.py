@@ -127,7 +127,12 @@ def status(version: VersionState, fleet: FleetState) -> None:
     out.print(f"[bold]phase[/bold] {fleet.phase}   epoch {fleet.epoch}   update {fleet.update or '-'}")
     rows = [_member(member) for member in fleet.members]
     columns = ("replica", "state", "live", "spare", "engine", "ranks", "weights", "url")
-    out.print(table(f"fleet {fleet.fleet}", columns, rows, right="ranks,weights"))
+    out.print(table(f"fleet {fleet.fleet} {fleet.identity}".strip(), columns, rows, right="ranks,weights"))
+    if fleet.hold is not None:
+        err.print(f"[red]{fleet.hold.code}[/red] {escape(fleet.hold.message)}; {escape(fleet.hold.hint)}")
+    for stranger in fleet.strangers:
+        whose = f"{stranger.state} on {stranger.live_version}, obeys fleet {stranger.fleet or 'none'}"
+        err.print(f"no member: {escape(stranger.replica)} at {escape(stranger.url)}: {escape(whose)}")
     for member in fleet.members:
         for failure in member.failures:
             _why(member.replica, failure)

@@ -261,7 +261,7 @@ class Coordinator:
             self._recovered
             and self.stopped is None
             and self.desk.closed is None
-            and self.state.hold is None
+            and (self.state.hold is None or (self.state.listening and self.state.live is not None))
             and any(member.standing is Standing.OK for member in self.state.members)
         )
 

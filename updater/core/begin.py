@@ -32,8 +32,8 @@ QUEUE_LIMIT = 16
 
 
 def begin(state: FleetState, event: Begin) -> Moved:
-    """A client's begin."""
-    if state.phase is Phase.IDLE and not state.starting:
+    """A client's begin. While a coordinator with history listens, it waits."""
+    if state.phase is Phase.IDLE and not state.starting and not (state.listening and state.live is not None):
         failures = refusals(state, event)
         return (state, (Denied(failures),)) if failures else start(state, event)
     active = state.update
@@ -203,7 +203,7 @@ def _launch(state: FleetState, update: Transaction, before: tuple[Effect, ...]) 
 def settle(state: FleetState) -> Moved:
     """In IDLE: the next in the queue, the publication of `start`, admissions, one catch-up; in this order."""
     effects: tuple[Effect, ...] = ()
-    while state.phase is Phase.IDLE and not state.starting and state.queue:
+    while state.phase is Phase.IDLE and not state.starting and not state.listening and state.queue:
         state, more = _next_in_queue(state)
         effects += more
     if state.phase is Phase.IDLE and not state.starting:

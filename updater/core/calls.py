@@ -50,8 +50,7 @@ def not_led(state: FleetState, event: Refused) -> Moved:
         return state, ()
     if event.failures[0].code == "taken_over":
         return _another_leads(state, event.failures[0].at(replica=event.replica))
-    owed = None if member.owed == first_word(state, member) else member.owed
-    return state.with_member(replace(member, owed=owed)), ()
+    return state, ()  # it is asked again when it is seen
 
 
 def _asked_to_obey(state: FleetState, event: Replied | Refused) -> Member | None:
@@ -148,5 +147,4 @@ def behind(state: FleetState, message: str, replica: str) -> Moved:
 
 
 def hold_ended(state: FleetState, event: HoldEnded) -> Moved:
-    listening = state.hold is not None and state.hold.code == "listening"
-    return (replace(state, hold=None) if listening else state), ()
+    return (replace(state, hold=None) if state.listening else state), ()

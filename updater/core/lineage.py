@@ -18,10 +18,10 @@ from updater.core.state import FleetState, Member, Published, Standing
 #: An adoption opens the next million of epochs: who is led with one of those was not led by a later life of the same
 #: journal, but by another journal, which an older copy of this one may not follow.
 ADOPTION = 1_000_000
-WAY_OUT = "start the coordinator on the fleet's newest journal; if that is lost: POST /v1/fleet/adopt"
+WAY_OUT = "start the coordinator on the fleet's newest journal; if that is lost: liveweights adopt"
 LISTENING = Failure(
     "listening",
-    "the journal knows no member yet: replicas of an older fleet may still call",
+    "the coordinator has just started: replicas that its journal does not know may still call",
     hint="wait two watch intervals, or start the coordinator with --new-fleet",
 )
 SHUT_INSTALLED = (FrontState.INSTALLING, FrontState.INSTALLED, FrontState.INVALIDATED, FrontState.RESTORING)

@@ -53,7 +53,7 @@ def joined(state: FleetState, event: Joined) -> Moved:
     others = tuple(pair for pair in state.gone if pair != (status.replica, status.incarnation))
     state = replace(state, serial=max(state.serial, status.serial), gone=others)
     newcomer = _newcomer(state, description)
-    if newcomer.unled and state.live is not None and state.hold is None:
+    if newcomer.unled and state.may_lead:
         # At once, also beside an update: who obeys may be enlisted in the next one.
         newcomer = replace(newcomer, owed=first_word(state, newcomer))
     greeting = (newcomer.owed,) if newcomer.owed is not None else ()
@@ -72,13 +72,13 @@ def adopt_needed(replica: str, fleet: str) -> Failure:
         "adopt_needed",
         f"belongs to fleet {fleet}, and this coordinator's journal is empty",
         replica=replica,
-        hint="start the coordinator on the fleet's journal; if that is lost: POST /v1/fleet/adopt",
+        hint="start the coordinator on the fleet's journal; if that is lost: liveweights adopt",
     )
 
 
 def _join_problem(state: FleetState, known: Member | None, event: Joined) -> Failure | None:
     status, config = event.description.status, event.description.config_hash
-    if state.hold is not None and state.hold.code != "listening":
+    if state.hold is not None and not state.listening:
         return state.hold
     if status.fleet not in ("", state.fleet):
         return Failure(
@@ -181,8 +181,11 @@ def seen(state: FleetState, member: Member, status: FrontStatus) -> Moved:
     """What a member says of itself. A late word may be old news: it clears silence only where nothing is owed, and says
     nothing of an installation whose end the member has acknowledged.
     """
+    if not state.has_history and status.state is FrontState.JOINING:
+        # Nothing was ever said to anybody: whoever was silent at the start waits like the others.
+        return state.with_member(replace(member, standing=Standing.JOINING, live=status.live_digest, shut=True)), ()
     if member.unled:
-        return state, ((first_word(state, member),) if state.hold is None and state.live is not None else ())
+        return state, ((first_word(state, member),) if state.may_lead else ())
     if status.state in (FrontState.BROKEN, FrontState.QUARANTINED):
         code = "rank_died" if status.state is FrontState.BROKEN else "rank_failed"
         return broken(state, member.replica, status.failure or Failure(code, f"is {status.state.value}"))

@@ -64,7 +64,8 @@ def recover(
 ) -> Recovery:
     """`reports`: what every member answered to `lead`, None for a silent one. `epoch`, `older`: what the survey found.
 
-    `new_fleet`: nobody needs to listen for replicas of a fleet that this journal does not know.
+    `new_fleet`: nobody needs to listen for replicas that this journal does not know. A journal does not show that it is
+    an older copy, so the wait is for all.
     """
     answered = [report for report in reports.values() if report is not None]
     state = FleetState(
@@ -72,7 +73,7 @@ def recover(
         epoch=epoch or survey(fleet, journal, reports).epoch,
         serial=max([journal.serial, *(r.serial for r in journal.records), *(r.serial for r in answered)]),
         owner=owner,
-        hold=None if new_fleet or (journal.records and journal.members) else LISTENING,
+        hold=None if new_fleet else LISTENING,
         gone=journal.gone,
     )
     if not journal.records:
@@ -82,7 +83,7 @@ def recover(
         hold = unproved(journal, reports)
         if hold is not None:
             return Recovery(held(state, journal, hold))
-        return _follow(replace(state, hold=None if new_fleet else LISTENING), journal, reports)
+        return _follow(state, journal, reports)
     state = _with_members(state, journal, reports)
     after, effects = _go_on(state, journal.records, reports)
     return Recovery(after, effects)

@@ -183,6 +183,15 @@ class FleetState:
         return Fence(self.fleet, self.epoch, serial, attempt, incarnation, self.owner)
 
     @property
+    def listening(self) -> bool:
+        """Whether a replica that this journal does not know may still call: updates and admissions wait for that."""
+        return self.hold is not None and self.hold.code == "listening"
+
+    @property
+    def may_lead(self) -> bool:
+        return self.live is not None and (self.hold is None or self.listening)
+
+    @property
     def has_history(self) -> bool:
         """Whether anything was ever published by the fleet that the journal tells of."""
         return self.live is not None or self.starting is not None

@@ -10,9 +10,9 @@ from updater.core.events import AbortRequested, CommitRequested, LeaseExpired, S
 from updater.core.participant import FrontState
 from updater.core.policy import CachePolicy, CommitMode, InFlight, OnBusy, Policy
 from updater.core.version import Version
-from updater.testing.shell import Action, Machines
+from updater.testing.shell import Action, Disk, Machines
 from updater.testing.simulation import Simulation
-from updater.testing.values import Source
+from updater.testing.values import Source, Violation
 
 FAULTS = ("plan", "stage", "verify", "pause", "install", "invalidate", "restore", "resume", "discard", "join")
 
@@ -35,6 +35,10 @@ class Rates:
     tokens: int = 80
     audit: int = 4
     spare: int = 3
+    call: int = 15
+    freeze: int = 3
+    journal: int = 2
+    older: int = 3
 
     def scaled(self, factor: float) -> Rates:
         """More or less trouble; clients and tokens stay as they are."""
@@ -52,6 +56,7 @@ class Explorer:
         self.random, self.rates = Random(seed), rates or Rates()
         self.sim = Simulation(machines=machines)
         self.updates = 0
+        self.older: Disk | None = None
         for number in range(replicas):
             self.sim.start_replica("abc"[number])
 
@@ -110,6 +115,10 @@ class Explorer:
             "tokens": lambda: self._one("generate"),
             "audit": lambda: self._one("audit_fails", self.random.random() < 0.5),
             "spare": lambda: self._one("spare_lost"),
+            "call": self._call,
+            "freeze": self._false_death,
+            "journal": lambda: self._lose_journal(None),
+            "older": self._older_journal,
         }
 
     def _name(self) -> str:
@@ -143,9 +152,60 @@ class Explorer:
         if self.sim.state is not None:
             self.sim.perform(Action("crash"))
 
+    # --- whom a front obeys
+
+    def _call(self) -> None:
+        """A front asks whether it is a member; an orphan that heard it twice joins again."""
+        name = self._name()
+        if self.sim.replicas[name].state.state is FrontState.ORPHANED and self.random.random() < 0.5:
+            self.sim.perform(Action("rejoin", (name,)))
+        else:
+            self.sim.perform(Action("call", (name,)))
+
+    def _false_death(self) -> None:
+        """An operator removes a member that only stood still: it wakes up, and serves until it hears that."""
+        name, state = self._name(), self.sim.state
+        member = state.member(name) if state is not None else None
+        if member is not None and self.sim.replicas[name].alive:
+            self.sim.perform(Action("lost", (name,)))
+            self.sim.perform(Action("remove", (name,)))
+
+    def _older_journal(self) -> None:
+        """A copy is kept now, or the one of before takes the journal's place."""
+        if self.older is None:
+            self.older = self.sim.disk.copy()
+        else:
+            older, self.older = self.older, None
+            self._lose_journal(older)
+
+    def _lose_journal(self, older: Disk | None) -> None:
+        """Of a fleet at rest. It shuts nobody (I11); then an operator does what the coordinator says."""
+        sim = self.sim
+        if sim.state is None:
+            self._restart()
+        sim.settle()
+        sim.lose_journal(older)
+        open_before = sim.open_labels()
+        sim.do_restart(self._silent())
+        for _ in range(2):
+            for name in sorted(sim.replicas):
+                sim.perform(Action("call", (name,)))
+        sim.settle()
+        open_after = sim.open_labels()
+        shut = [name for name, label in open_before.items() if open_after.get(name) != label]
+        if len(set(open_before.values())) == 1 and shut:
+            raise Violation("I11", f"{shut} were shut by the loss of a journal")
+        sim.perform(Action("hold_ends"))
+        if sim.state is not None and sim.state.hold is not None:
+            sim.perform(Action("adopt_all"))
+        sim.settle()
+
     def _restart(self) -> None:
-        silent = tuple(name for name in self.sim.replicas if self.random.random() < 0.2)
-        self.sim.perform(Action("restart", (silent,)))
+        self.sim.listens = self.random.random() < 0.3
+        self.sim.perform(Action("restart", (self._silent(),)))
+
+    def _silent(self) -> tuple[str, ...]:
+        return tuple(name for name in self.sim.replicas if self.random.random() < 0.2)
 
     # --- clients and operators
 

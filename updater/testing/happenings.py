@@ -270,6 +270,37 @@ class Happenings(Watched):
         if self.replicas[name].state.state is FrontState.ORPHANED:
             self.do_readmit(name)
 
+    def open_labels(self) -> dict[str, tuple[str, str]]:
+        """Who is open, on what, of those that no operator has called dead."""
+        return {
+            p.name: p.admission
+            for p in self.replicas.values()
+            if p.alive and p.admission is not None and (p.name, p.incarnation) not in self.removed
+        }
+
+    def do_adopt_all(self) -> None:
+        """What an operator does about a coordinator that holds: the fronts that hold the last version are adopted, and
+        the others are restarted. If there is none, a new fleet begins.
+        """
+        last = self.published
+        label = (str(last.version), last.digest) if last is not None else None
+        names = ""
+        for process in self.replicas.values():
+            held = process.state.held
+            ours = process.alive and process.state.fleet and (held.version, held.digest) == label
+            if ours and process.state.state in (FrontState.OPEN, FrontState.ORPHANED):
+                names += process.name
+            elif process.alive and process.state.fleet:
+                self.do_die(process.name)
+        for name in self.replicas:
+            if not self.replicas[name].alive:
+                self.start_replica(name)
+        if names:
+            self.adopt(names)
+        else:
+            self.crash()
+            self.restart(new_fleet=True)
+
     def lose_journal(self, older: Disk | None = None) -> None:
         """The coordinator is gone and so is what it knew, or all but an older copy."""
         if self.state is not None:
@@ -278,7 +309,7 @@ class Happenings(Watched):
             "operator: the journal is lost" if older is None else "operator: an older journal is put in its place"
         )
         self.disk = older.copy() if older is not None else Disk(fleet=f"other{self.coordinators}")
-        self.heard_from = set()
+        self.listens = True
 
     def do_reborn(self, name: str) -> None:
         self.start_replica(name)
@@ -308,6 +339,8 @@ class Happenings(Watched):
         token = self.replicas[name].generate(self.requests // 3, self.requests % 2)
         if token is None:
             return
+        if (name, self.replicas[name].incarnation) in self.removed:
+            return  # an operator said that it is dead
         last = self.published
         if last is None or (token.label, set(token.made_by)) != (str(last.version), {last.digest}):
             raise Violation("I3", f"{name} answers {token.label} made by {token.made_by}")

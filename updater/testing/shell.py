@@ -122,7 +122,8 @@ class Shell:
         self.truth: list[Record] = []  # everything that was ever made durable, also in journals that were lost
         self.removed: set[tuple[str, str]] = set()  # members that an operator removed, or that were replaced
         self.owed: dict[tuple[str, Fence], Any] = {}
-        self.heard_from: set[tuple[str, str]] = set()  # fronts that called since the journal was lost
+        self.listens = False  # whether a new life of the coordinator listens before it publishes and admits
+        self.heard_from: set[tuple[str, str]] = set()  # fronts that called this life of the coordinator
         self.wire: list[Packet] = []
         self.packets = 0
         self.outbox: dict[str, Send] = {}
@@ -196,8 +197,12 @@ class Shell:
         self.open_updates = set()
         self.wire = [packet for packet in self.wire if packet.to]
 
-    def restart(self, silent: frozenset[str] = frozenset(), *, new_fleet: bool = False) -> None:
-        """A new life on the same disk; `silent` members do not answer its first question."""
+    def restart(self, silent: frozenset[str] = frozenset(), *, new_fleet: bool | None = None) -> None:
+        """A new life on the same disk; `silent` members do not answer its first question. `new_fleet`: it does not
+        listen first; by default it does once a journal was lost.
+        """
+        self.heard_from = set()
+        new_fleet = not self.listens if new_fleet is None else new_fleet
         self.coordinators += 1
         owner, disk = f"c{self.coordinators}", self.disk
         journal, names = disk.known(), sorted(disk.members)

@@ -78,8 +78,21 @@ class Simulation(Happenings):
             self.restart()
         for _ in range(3):
             self.settle()
+            self._end_hold()
             for name in list(self.replicas):
                 self._repair(name)
+
+    def _end_hold(self) -> None:
+        """A coordinator that holds has listened long enough, or an operator does what it says."""
+        if self.state is None or self.state.hold is None:
+            return
+        for name in self.replicas:
+            self.do_call(name)
+            self.settle()
+        self.do_hold_ends()
+        if self.state is not None and self.state.hold is not None:
+            self.do_adopt_all()
+        self.settle()
 
     def _repair(self, name: str) -> None:
         process = self.replicas[name]
@@ -91,6 +104,12 @@ class Simulation(Happenings):
             process.die()
         if not process.alive:
             self.start_replica(name)
+        if (name, process.incarnation) in self.removed:
+            # It only stood still: it hears twice that it was removed, and joins again.
+            self.do_call(name)
+            self.settle()
+            self.do_rejoin(name)
+            self.settle()
         self.do_poll(name)
         self.settle()
         self.join(name)

@@ -251,7 +251,7 @@ def test_a_first_word_that_was_heard_already_or_is_refused(sim: Simulation) -> N
     after, _ = fleet.step(replace(unled, hold=Failure("behind", "x")), Refused("a", "lead", word.fence, no))
     refused = after.member("a")
     assert refused is not None
-    assert (refused.unled, refused.owed) == (True, None)
+    assert (refused.unled, refused.owed) == (True, word)  # asked again when it is seen
 
 
 def test_a_silent_member_that_was_adopted_is_known_by_its_first_answer(sim: Simulation) -> None:
