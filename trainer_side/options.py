@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, cast
 
 from trainer_side.client import UPDATE_S
@@ -53,7 +54,8 @@ class Options:
     For disk: `directory`: where `<run>-<step>` is written with its manifest. `config_from`: model folder whose config
     and tokenizer files go with the weights, so that an engine can start there. `keep`: how many folders of earlier
     pushes to leave in `directory`, besides those that the coordinator still needs. `shard_bytes`: of one file, at most.
-    `dtypes`: {glob pattern: dtype} of what travels rounded, as in `sources.as_source`: `{"*": "BF16"}`; or one dtype.
+    `dtypes`: {glob pattern: dtype} of what travels rounded, as in `sources.as_source`: `{"*": "BF16"}`; one dtype
+    for all; or `"engine"`: what the fleet holds each tensor in.
     For streams: `bucket_bytes`: what travels at once; two of them are in memory. `stall_s`: how long one receiver may
     keep a stream waiting before it is given up. `sender_options`: for the transport's sender class.
     """
@@ -110,6 +112,12 @@ class Asked:
     def __post_init__(self) -> None:
         terms = Terms.of(self.version, self.policy, self.id, self.base_version)
         object.__setattr__(self, "terms", terms.allowing(self.allow_suspicious, self.layouts))
+
+    def expecting(self, dtypes: str) -> Asked:
+        """The same, for tensors that were rounded by what the fleet said; `dtypes`: the fingerprint of that."""
+        made = copy(self)
+        object.__setattr__(made, "terms", replace(self.terms, dtypes=dtypes))
+        return made
 
 
 class PushOptions(PusherOptions, Asking, total=False):

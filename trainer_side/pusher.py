@@ -12,12 +12,15 @@ from typing import Any, Self, Unpack
 from trainer_side.background import Background, copied
 from trainer_side.carrier import Carrier
 from trainer_side.client import Client
+from trainer_side.fitted import fitted
 from trainer_side.lockstep import Lockstep
 from trainer_side.options import Asked, Asking, Options, PusherOptions, PushOptions, parted
 from trainer_side.running import Link
 from trainer_side.sources import as_source
+from trainer_side.sources.casts import ENGINE
 from trainer_side.sources.choose import Weights
 from trainer_side.stream import follow, publish
+from trainer_side.weights import WeightSource
 from updater.core.version import Version
 from updater.schemas import Receipt
 
@@ -42,6 +45,7 @@ class Pusher:
         self._client: Client | None = None
         if link is None:
             link = self._client = Client(url, token)
+        self._link = link
         self._carrier = Carrier(link, self._options)
         self._one_at_a_time = threading.Lock()
         self._background = Background()
@@ -57,7 +61,7 @@ class Pusher:
             folder = self._carrier.folder(weights)
             if folder is not None:
                 return follow(lambda: self._carrier.as_it_lies(folder, asked), True, Lockstep(None))
-            source = as_source(weights, dtypes=self._options.dtypes)
+            source, asked = self._source(weights, asked)
             return publish(source, lambda known: self._carrier.sending(source, known, asked))
 
     def push_async(
@@ -85,6 +89,12 @@ class Pusher:
     ) -> None:
         self.close()
 
+    def _source(self, weights: Weights, asked: Asked) -> tuple[WeightSource, Asked]:
+        if self._options.dtypes != ENGINE:
+            return as_source(weights, dtypes=self._options.dtypes), asked
+        casts, fingerprint = fitted(self._link, as_source(weights))
+        return as_source(weights, dtypes=casts), asked.expecting(fingerprint)
+
     def _start(self, weights: Weights, asked: Asked) -> Future[Receipt]:
         with self._one_at_a_time:
             self._background.settle()
@@ -92,7 +102,7 @@ class Pusher:
             if folder is not None:
                 as_it_lies = self._carrier.as_it_lies
                 return self._background.begin(lambda: follow(lambda: as_it_lies(folder, asked), True, Lockstep(None)))
-            source = as_source(weights, dtypes=self._options.dtypes)
+            source, asked = self._source(weights, asked)
             return self._background.begin(copied(source, asked, self._carrier))
 
 

@@ -18,13 +18,14 @@ from updater.core.version import Version
 class Terms:
     """`version`: a step of the current run, or `run-step`. `policy`: what differs from the defaults, as JSON.
 
-    `base_version`: refuse unless this one is live.
+    `base_version`: refuse unless this one is live. `dtypes`: fingerprint of what the fleet said that it holds.
     """
 
     version: int | str
     policy: Mapping[str, Any]
     id: str | None = None
     base_version: str | None = None
+    dtypes: str | None = None
 
     @classmethod
     def of(
@@ -60,6 +61,8 @@ class Terms:
             body["id"] = self.id
         if self.base_version is not None:
             body["base_version"] = self.base_version
+        if self.dtypes is not None:
+            body["dtypes"] = self.dtypes
         return body
 
     def label(self) -> Flow[str]:

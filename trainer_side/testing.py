@@ -64,6 +64,7 @@ class FakeCoordinator:
         self.paths: list[str] = []
         self.uploads: dict[str, str] = {}
         self.replicas: list[str] = []  # urls
+        self.dtypes: dict[str, str] = {}  # that the fleet holds
         self.url = ""
         self.state: dict[str, Any] = {}
         self._changed = Condition()
@@ -118,6 +119,7 @@ class FakeCoordinator:
         known: dict[str, dict[str, Any]] = {
             "/v1/version": version | {"rollback_to": "0-5"},
             "/v1/fleet": fleet,
+            "/v1/fleet/dtypes": {"fingerprint": "f" * 64, "dtypes": self.dtypes, "replicas": ["r0"]},
             "/v1/history": {"receipts": [RECEIPT]},
         }
         if self.state and path == f"/v1/updates/{self.state['id']}":

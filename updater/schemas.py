@@ -80,7 +80,8 @@ class UpdateRequest(_Body):
 
     `version`: a step of the current run, `"run-step"`, or `{"run", "step"}`. `path` is short for a disk source.
     `manifest`: the document, or the SHA-256 of one that was put to `/v1/manifests/{digest}`; without it the one
-    beside the checkpoint counts. `lease_s`: how long the update lives without a renewal; a disk push with
+    beside the checkpoint counts. `dtypes`: fingerprint of `GET /v1/fleet/dtypes` that the tensors were rounded by.
+    `lease_s`: how long the update lives without a renewal; a disk push with
     `commit=auto` has no lease unless this is given, a stream has one until it is sealed.
     """
 
@@ -91,6 +92,7 @@ class UpdateRequest(_Body):
     base_version: Annotated[str, StringConstraints(max_length=40)] | None = None
     manifest: dict[str, Any] | Sha256 | None = None
     adapter: Annotated[str, StringConstraints(max_length=200)] | None = None
+    dtypes: Sha256 | None = None
     policy: PolicyBody = PolicyBody()
     lease_s: Seconds | None = None
 
@@ -228,6 +230,16 @@ class GroupBody(BaseModel):
     ranks: int = 0
     tensors: int = 0
     files: int = 0
+
+
+class DtypesState(BaseModel):
+    """What the replicas hold each source tensor in. `dtypes`: name with every number written as `#`, or a whole name ->
+    safetensors dtype; empty for a tensor that is quantised, or kept in another form. `fingerprint`: of these.
+    """
+
+    fingerprint: str
+    dtypes: dict[str, str]
+    replicas: list[str]
 
 
 class MemberState(BaseModel):

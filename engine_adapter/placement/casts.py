@@ -17,7 +17,8 @@ EXACT: dict[str, frozenset[str]] = {
     "U16": frozenset({"I32", "I64", "U32", "U64"}),
     "U32": frozenset({"I64", "U64"}),
 }
-_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+#: Between these a cast is a rounding, or exact.
+FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
 
 class Cast(StrEnum):
@@ -33,4 +34,4 @@ def cast_between(source: str, parameter: str) -> Cast:
         return Cast.SAME
     if parameter in EXACT.get(source, ()):
         return Cast.WIDEN
-    return Cast.NARROW if source in _FLOATS and parameter in _FLOATS else Cast.NONE
+    return Cast.NARROW if source in FLOATS and parameter in FLOATS else Cast.NONE

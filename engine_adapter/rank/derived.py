@@ -29,6 +29,11 @@ class DerivedStates:
         self._from_side: int | None = None  # of the install that is not settled
 
     @property
+    def feeds(self) -> frozenset[str]:
+        """Parameters that something is computed from."""
+        return frozenset(name for each in self._derived for name in each.feeds)
+
+    @property
     def held(self) -> bool:
         return self._sides[1 - self._side] is not None
 

@@ -67,7 +67,10 @@ class SourceBoxes:
 
 @dataclass(frozen=True, slots=True)
 class RankPlanReply:
-    """`tensors`: every loaded source tensor (rank 0 only, else empty). `redundant`: alias -> canonical name."""
+    """`tensors`: every loaded source tensor (rank 0 only, else empty). `redundant`: alias -> canonical name.
+
+    `dtypes`: of the start checkpoint's plan alone, what this rank holds each source tensor in: `updater.core.dtypes`.
+    """
 
     tensors: tuple[WireTensor, ...]
     boxes: tuple[SourceBoxes, ...]
@@ -75,6 +78,7 @@ class RankPlanReply:
     manifest_digest: str
     bytes_to_read: int
     warnings: tuple[str, ...] = ()
+    dtypes: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

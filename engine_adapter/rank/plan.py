@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from engine_adapter.base import RankEngine
-from engine_adapter.placement.casts import Cast, cast_between
+from engine_adapter.placement.casts import FLOATS, Cast, cast_between
 from engine_adapter.placement.coverage import check_destination, check_rows, source_boxes
 from engine_adapter.placement.rows import CopyRow, Placement
 from engine_adapter.placement.spelling import Proved, Stated, respelled, shown, stated_layouts
@@ -167,6 +167,22 @@ def _casts(
         elif cast is not Cast.SAME:
             casts[i] = cast
     return casts, list(failures.values())
+
+
+def dtypes_held(placement: Placement, tensors: Mapping[str, torch.Tensor], derived: frozenset[str]) -> dict[str, str]:
+    """Source tensor -> dtype of the parameter that it feeds. Empty where a rounding is not all that is done to it: the
+    parameter is of no dtype that a weight is rounded to, something is computed from it (`derived`), or there are
+    parameters of several dtypes.
+    """
+    found: dict[str, str] = {}
+    for row in placement.rows:
+        if not isinstance(row, CopyRow):
+            continue
+        dtype = DTYPE_NAMES.get(tensors[row.target].dtype, "")
+        if dtype not in FLOATS or row.target in derived or found.get(row.source, dtype) != dtype:
+            dtype = ""
+        found[row.source] = dtype
+    return found | {alias: found.get(canonical, "") for alias, canonical in placement.redundant}
 
 
 def _reply(

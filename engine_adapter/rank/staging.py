@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from engine_adapter.placement.spelling import Proved
 from engine_adapter.rank.blank import blank_sources
@@ -26,13 +27,14 @@ from engine_adapter.rank.messages import (
     RankVerify,
     RankVerifyReply,
 )
-from engine_adapter.rank.plan import Opener, Plan, make_plan
+from engine_adapter.rank.plan import Opener, Plan, dtypes_held, make_plan
 from engine_adapter.rank.progress import Meter
 from engine_adapter.rank.readback import read_back
 from engine_adapter.rank.replay import Stop, replay
 from engine_adapter.rank.state import RankState, failed, wrong_phase
 from transports.digest import to_hex
 from transports.scans import is_zero
+from updater.core.dtypes import compact
 from updater.core.errors import Aborted
 from updater.core.participant import SpareState
 
@@ -87,6 +89,8 @@ class StagingHalf:
                 state.plan = plan
                 if request.start:
                     state.proved = Proved(plan.specs, plan.placement, plan.stated)
+                    held = dtypes_held(plan.placement, state.spare.live, state.derived.feeds)
+                    plan.reply = replace(plan.reply, dtypes=compact(held))
             finally:
                 self._planning = None
             return plan.reply

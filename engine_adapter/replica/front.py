@@ -118,6 +118,7 @@ class Front:
             config_hash=first.config_hash,
             model=self._identity.model,
             ranks=tuple(hello.info for hello in self._identity.hellos),
+            dtypes=self._work.dtypes,
         )
 
     def digest_of(self, version: str) -> str:

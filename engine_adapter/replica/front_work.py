@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from updater.core.dtypes import Rules
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import (
     FenceRequest,
@@ -29,6 +30,9 @@ class Ranks(Protocol):
 
     Each raises LiveweightsError, and then no rank works on it any more.
     """
+
+    dtypes: Rules
+    """That the tensors of the start checkpoint are held in; empty where that is not known."""
 
     async def replay_start(self) -> str:
         """Before anything else: the start checkpoint is what is live. Returns its content digest."""

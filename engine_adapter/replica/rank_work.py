@@ -36,6 +36,7 @@ from engine_adapter.rank.messages import (
 from engine_adapter.replica.agreement import agree, mismatches, not_proven, same_build, warnings
 from engine_adapter.replica.planned import Planned, first_seat, require_digests, with_digests
 from engine_adapter.replica.seams import Admission, Pool
+from updater.core.dtypes import Rules, merged
 from updater.core.errors import Aborted, Failure, Rejected, refuse
 from updater.core.participant import (
     DiskOffer,
@@ -87,6 +88,7 @@ class RankWork:
         self._staging: dict[int, int] = {}  # bytes read, by rank
         self._staging_serial = 0  # of the staging that runs, or 0
         self._stale_before = (0, 0, False)  # serial and attempt of the last install, and what the gate said before it
+        self.dtypes: Rules = ()  # that the start checkpoint's tensors are held in
         self._proofs: dict[str, str] = {}  # content digest -> what its bytes were compared with when they came
 
     # --- start
@@ -104,6 +106,7 @@ class RankWork:
             known=True,  # by the live bytes, which the replay is compared with
         )
         planned = await self._fan_out_plan(plan, None, InstallMode.AUTO)
+        self.dtypes = merged(reply.dtypes for reply in planned.replies)
         await self._pool.call("stage", RankStage(0, deadline), deadline_s=deadline)
         combined, verified = await self._verify(planned, 0, deadline)
         differing = [

@@ -34,6 +34,7 @@ ROUTES = {
     "GET /v1/manifests/{digest}",
     "GET /v1/version",
     "GET /v1/fleet",
+    "GET /v1/fleet/dtypes",
     "GET /v1/history",
     "POST /v1/fleet/replicas",
     "GET /v1/fleet/replicas/{replica}",

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
 
 from transports.dtypes import DTYPE_NAMES, TORCH_DTYPES
-from updater.core.errors import Failure, Rejected
+from updater.core.errors import Failure, Rejected, refuse
 
 #: Types between which a cast is only a rounding. Eight-bit types need scales, integers are no weights to round.
 ROUNDED = ("F64", "F32", "BF16", "F16")
 
-#: {glob pattern: dtype}, or one dtype for all. A dtype is torch's, its name, or the name in safetensors.
-Dtypes = Mapping[str, str | torch.dtype] | str | torch.dtype
+#: The word for what the fleet holds.
+ENGINE = "engine"
 
 
 @dataclass(frozen=True, slots=True)
 class Casts:
-    """(glob pattern over clean names, safetensors dtype) in order: the last pattern that matches decides."""
+    """(glob pattern over clean names, safetensors dtype) in order: the last pattern that matches decides.
+
+    `exact`: {clean name: safetensors dtype}, before the patterns.
+    """
 
     rules: tuple[tuple[str, str], ...] = ()
+    exact: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, dtypes: Dtypes | None) -> Casts:
         """Raises Rejected `tensor_dtype` for a target that no weight is merely rounded to."""
+        if isinstance(dtypes, Casts):
+            return dtypes
+        if dtypes == ENGINE:
+            raise refuse("bad_request", 'dtypes="engine" is for push and Pusher, which ask the fleet')
         if isinstance(dtypes, str | torch.dtype):
             dtypes = {"*": dtypes}
         rules = tuple((pattern, _name(target)) for pattern, target in (dtypes or {}).items())
@@ -47,6 +55,8 @@ class Casts:
         """safetensors dtype that tensor `name`, held as `dtype`, travels in."""
         if dtype not in ROUNDED:
             return dtype
+        if name in self.exact:
+            return self.exact[name]
         for pattern, target in reversed(self.rules):
             if fnmatchcase(name, pattern):
                 return target
@@ -62,6 +72,11 @@ class Casts:
         ]
         if faults:
             raise Rejected(*faults)
+
+
+#: {glob pattern: dtype}, or one dtype for all. A dtype is torch's, its name, or the name in safetensors.
+#: `"engine"`, to `push` alone: what the fleet holds.
+Dtypes = Mapping[str, str | torch.dtype] | str | torch.dtype | Casts
 
 
 def cast(tensor: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from updater.coordinator.callers import Callers
 from updater.coordinator.clock import Clock, LoopClock
 from updater.coordinator.desk import Desk
+from updater.coordinator.dtypes import dtypes_of
 from updater.coordinator.joins import Joins, remembered
 from updater.coordinator.journal import Journal, JournalFailed
 from updater.coordinator.journal import Member as Known
@@ -29,13 +30,14 @@ from updater.coordinator.recover import Found, Recovery
 from updater.coordinator.requests import checked_manifest
 from updater.coordinator.updates import failure_body
 from updater.core import events as ev
+from updater.core.begin import candidates
 from updater.core.effects import Denied, Finish, Started
 from updater.core.errors import Failure, Unavailable
-from updater.core.participant import Call, Claim, Claimed, DiskOffer, Kind
+from updater.core.participant import Call, Claim, Claimed, Description, DiskOffer, Kind
 from updater.core.state import FleetState, Member, Phase, Standing
 from updater.core.waiting import obstacle
+from updater.schemas import DtypesState, MemberState, VersionState
 from updater.schemas import FleetState as FleetView
-from updater.schemas import MemberState, VersionState
 from updater.settings import Settings
 
 _log = logging.getLogger("liveweights.coordinator")
@@ -68,7 +70,7 @@ class Coordinator:
         self._outbox = Outbox(self._clock, deadlines, self._directory.participant, feed, self._unanswered)
         self._machine.attach(self._outbox)
         self.probe = Probe(self._directory, self._clock, deadlines, lambda: self.state.members, feed, self._look_again)
-        self.desk = Desk(settings, self._journal, self._machine, self._clock, self.metrics)
+        self.desk = Desk(settings, self._journal, self._machine, self._clock, self.metrics, self.dtypes)
         self.joins = Joins(make, self._directory, self._journal, self._machine, self.desk, deadlines, self._clock)
         self._staging = ProgressPoll(
             self._directory, self._clock, deadlines.status_s, self._participants, self.desk.progress
@@ -314,6 +316,17 @@ class Coordinator:
             sources_needed=_sources_needed(state),
             members=self.members(),
         )
+
+    def dtypes(self) -> DtypesState:
+        """What all who take part in an update hold each source tensor in. Raises LiveweightsError where they differ, or
+        one of them does not say.
+        """
+        members = candidates(self.state, Kind.UPDATE)
+        said: dict[str, Description | None] = {}
+        for member in members:
+            contact = self._directory.get(member.replica)
+            said[member.replica] = contact.description if contact is not None else None
+        return dtypes_of(said)
 
     @property
     def identity(self) -> str:

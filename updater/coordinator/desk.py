@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from updater import wire
@@ -23,7 +23,16 @@ from updater.core.participant import Kind, StreamOffer
 from updater.core.policy import CommitMode
 from updater.core.state import FleetState, Phase, Transaction
 from updater.http import RejectedWith
-from updater.schemas import MemberState, OfferState, ProgressState, Receipt, RollbackRequest, UpdateRequest, UpdateState
+from updater.schemas import (
+    DtypesState,
+    MemberState,
+    OfferState,
+    ProgressState,
+    Receipt,
+    RollbackRequest,
+    UpdateRequest,
+    UpdateState,
+)
 from updater.settings import Settings
 
 
@@ -31,10 +40,16 @@ class Desk:
     """The updates of one coordinator. Every method may raise LiveweightsError."""
 
     def __init__(
-        self, settings: Settings, journal: Journal, machine: Machine, clock: OrderedClock, metrics: Metrics
+        self,
+        settings: Settings,
+        journal: Journal,
+        machine: Machine,
+        clock: OrderedClock,
+        metrics: Metrics,
+        dtypes: Callable[[], DtypesState],
     ) -> None:
         self._settings, self._journal, self._machine = settings, journal, machine
-        self._clock, self._metrics = clock, metrics
+        self._clock, self._metrics, self._dtypes = clock, metrics, dtypes
         self._running: dict[str, Update] = {}  # and waiting, by id
         self._unpruned = 0  # updates that ended since history was cut
         self.closed: Failure | None = None  # why nothing new is taken in
@@ -47,7 +62,19 @@ class Desk:
             self.must_run()
             state, settings = self._machine.state, self._settings
             known, extended = self._known, settings.extended
-            return self._begin(asked_update(request, state, settings.allowed_roots, self._uploaded, known, extended))
+            asked = asked_update(request, state, settings.allowed_roots, self._uploaded, known, extended)
+            if request.dtypes is not None and self._known(asked.event.update) is None:
+                self._same_dtypes(request.dtypes)
+            return self._begin(asked)
+
+    def _same_dtypes(self, fingerprint: str) -> None:
+        """What the trainer rounded by is what the participants of now hold."""
+        try:
+            now = self._dtypes().fingerprint
+        except LiveweightsError as error:
+            raise self.error(Failure("dtypes_changed", str(error))) from None
+        if now != fingerprint:
+            raise self.error(Failure("dtypes_changed", f"{fingerprint[:12]} was read, now it is {now[:12]}"))
 
     def begin_rollback(self, request: RollbackRequest) -> Update:
         with self._counted(Kind.ROLLBACK):

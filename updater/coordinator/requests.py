@@ -178,6 +178,8 @@ _LATER = ("allow_suspicious", "layouts")
 def _hashed(kind: Kind, request: UpdateRequest | RollbackRequest) -> tuple[str, str]:
     """The request without its id, in one form for all spellings of it, and the SHA-256 of that."""
     plain: dict[str, Any] = request.model_dump(mode="json", exclude={"id"})
+    if plain.get("dtypes") is None:  # the same body as before there were any
+        plain.pop("dtypes", None)
     for name in _LATER:
         if not plain["policy"][name]:
             del plain["policy"][name]

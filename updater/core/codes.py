@@ -73,6 +73,12 @@ TABLE: dict[str, Code] = {
     "base_mismatch": Code(
         412, "Another version is live than base_version says.", hint="look at /v1/version, or leave base_version out"
     ),
+    "dtypes_changed": Code(
+        409,
+        "The fleet does not hold the dtypes any more that the trainer read before it rounded: a replica joined.",
+        retry=True,
+        hint="push again: the dtypes are read anew",
+    ),
     "expected_mismatch": Code(
         412, "Another version is live than expected_live says.", hint="look at /v1/version, or leave expected_live out"
     ),

@@ -184,7 +184,7 @@ class FrontStatus:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a front says of itself before it joins."""
+    """What a front says of itself before it joins. `dtypes`: see `updater.core.dtypes`; empty where not known."""
 
     status: FrontStatus
     engine: str
@@ -193,6 +193,7 @@ class Description:
     config_hash: str
     model: str
     ranks: tuple[RankInfo, ...]
+    dtypes: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from updater.schemas import (
     AdoptBody,
     ClaimBody,
     ClaimState,
+    DtypesState,
     FleetState,
     JoinBody,
     MemberState,
@@ -79,6 +80,7 @@ class _Face:
     def add_fleet(self, app: FastAPI) -> None:
         app.get("/v1/version", response_model=VersionState)(self.version)
         app.get("/v1/fleet", response_model=FleetState)(self.fleet)
+        app.get("/v1/fleet/dtypes", response_model=DtypesState)(self.dtypes)
         app.get("/v1/history")(self.history)
         app.post("/v1/fleet/replicas", status_code=201, response_model=MemberState)(self.join)
         app.get("/v1/fleet/replicas/{replica}", response_model=MemberState)(self.member)
@@ -178,6 +180,9 @@ class _Face:
 
     async def fleet(self) -> FleetState:
         return self._coordinator.fleet()
+
+    async def dtypes(self) -> DtypesState:
+        return self._coordinator.dtypes()
 
     async def history(self, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> dict[str, list[Receipt]]:
         return {"receipts": self._desk.history(limit)}

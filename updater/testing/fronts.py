@@ -76,6 +76,7 @@ class SimulatedFront:
         self._url = url or f"http://{replica}.test"
         self.fail: dict[str, deque[Failure]] = {}
         self.hold: dict[str, asyncio.Event] = {}
+        self.dtypes: tuple[tuple[str, str], ...] = (("layers.#.w", "BF16"), ("packed", ""))
         self.lose_call: deque[str] = deque()
         self.lose_answer: deque[str] = deque()
         self.deaf = False
@@ -152,6 +153,7 @@ class SimulatedFront:
             config_hash=self.config_hash,
             model="/models/simulated",
             ranks=tuple(RankInfo(number, 1, 2, 1000) for number in self.ranks),
+            dtypes=self.dtypes,
         )
 
     # -- the replica machine's shell

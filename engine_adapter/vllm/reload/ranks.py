@@ -17,6 +17,7 @@ from engine_adapter.vllm.control import EngineControl
 from engine_adapter.vllm.reload.source import Content
 from engine_adapter.vllm.reload.staging import FrontStaging
 from engine_adapter.vllm.traffic.gate import VllmGate
+from updater.core.dtypes import Rules
 from updater.core.errors import Aborted, Failure, Rejected, refuse
 from updater.core.participant import (
     DiskOffer,
@@ -89,6 +90,7 @@ class ReloadRanks:
         self._reload_s = reload_s
         self._deadlines = deadlines or Deadlines()
         self.hellos = hellos
+        self.dtypes: Rules = ()  # vLLM's own loaders decide
         self._files = FrontStaging(model, roots, hellos[0].info.device)
         self._live: Content | None = None
         self._in_doubt = ""  # since a reload began, until it is published: what became of it

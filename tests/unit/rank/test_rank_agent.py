@@ -14,6 +14,7 @@ import torch
 from engine_adapter.base import Derived
 from engine_adapter.placement.atoms import make_cuts
 from engine_adapter.placement.declared import Rules, Target, declare
+from engine_adapter.placement.rows import CopyRow, Placement
 from engine_adapter.rank.agent import STAGING_VERBS, RankAgent
 from engine_adapter.rank.derived import DerivedStates
 from engine_adapter.rank.messages import (
@@ -32,11 +33,12 @@ from engine_adapter.rank.messages import (
     RankStatus,
     RankVerify,
 )
+from engine_adapter.rank.plan import dtypes_held
 from engine_adapter.rank.spare import Spare
 from engine_adapter.rank.state import RankState
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import checkpoint, manifest_of, replica
-from transports.base import Read, ReadReport
+from transports.base import Box, Read, ReadReport
 from transports.digest import tensor_digest, to_hex
 from transports.testing import MemorySource, refused
 from updater.core.errors import Aborted, Failure
@@ -659,6 +661,22 @@ def test_a_start_replay_tells_what_differs_from_live() -> None:
     rank.engine.bound["b"][4] += 1
     assert rank.stage(2, start=True).differs_from_live == ("b",)
     assert rank.stage(3).differs_from_live == ()
+
+
+@pytest.mark.case("F26")
+def test_a_rank_says_what_it_holds_the_start_checkpoint_in() -> None:
+    whole = Box.whole((2,))
+    held = Placement(0, 1, tuple(CopyRow(f"s{at}", whole, f"p{at}", whole) for at in range(4)), frozenset())
+    both = replace(held, rows=(*held.rows, CopyRow("s0", whole, "p1", whole)))
+    dtypes = {"p0": torch.bfloat16, "p1": torch.float32, "p2": torch.int8, "p3": torch.float16}
+    tensors = {name: torch.zeros(2, dtype=dtype) for name, dtype in dtypes.items()}
+    assert dtypes_held(held, tensors, frozenset({"p3"})) == {"s0": "BF16", "s1": "F32", "s2": "", "s3": ""}
+    assert dtypes_held(both, tensors, frozenset())["s0"] == ""
+    tied = replace(held, redundant=(("head", "s1"),))
+    assert dtypes_held(tied, tensors, frozenset())["head"] == "F32"
+    rank = Rank()
+    assert all(dtype for _, dtype in rank.plan(1, start=True).dtypes)
+    assert rank.plan(2).dtypes == ()
 
 
 def test_zero_and_unchanged_parameters_are_listed() -> None:

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 
 from trainer_side import push, push_async, retention
 from trainer_side.testing import FakeCoordinator
+from transports.digest import tensor_digest, to_hex
 from updater.core.errors import Rejected
 from updater.core.policy import InFlight, Policy
 from updater.core.version import Version
-from updater.manifest import FILE_NAME
+from updater.manifest import FILE_NAME, Manifest
 
 
 @pytest.fixture
@@ -153,3 +154,42 @@ def test_a_folder_that_the_fleet_reads_is_not_cast(coordinator: FakeCoordinator,
         push(tmp_path / "0-7", 8, url=coordinator.url, token="", dtypes={"*": "BF16"})
     assert caught.value.code == "bad_request"
     assert len(coordinator.bodies) == 1
+
+
+FITTED = {"layers.0.w": torch.full((4,), 1 / 3), "layers.1.router": torch.full((2,), 1 / 3), "other": torch.ones(2)}
+
+
+@pytest.mark.case("F26")
+def test_engine_rounds_each_tensor_to_what_the_fleet_holds(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    coordinator.dtypes = {"layers.#.w": "BF16", "layers.#.router": "F32"}
+    for step in (7, 8):
+        options = {"url": coordinator.url, "token": "", "directory": tmp_path, "dtypes": "engine"}
+        if step == 7:
+            push(FITTED, step, **options)  # type: ignore[arg-type]
+        else:
+            asyncio.run(push_async(FITTED, step, **options))  # type: ignore[arg-type]
+        sent = load_file(tmp_path / f"0-{step}" / "model.safetensors")
+        assert {name: tensor.dtype for name, tensor in sent.items()} == {
+            "layers.0.w": torch.bfloat16,
+            "layers.1.router": torch.float32,
+            "other": torch.float32,
+        }
+        assert coordinator.bodies[-1]["dtypes"] == "f" * 64
+        manifest = Manifest.from_json((tmp_path / f"0-{step}" / FILE_NAME).read_text())
+        promised = {entry.name: entry.digest for entry in manifest.tensors}
+        assert promised["layers.0.w"] == to_hex(tensor_digest(FITTED["layers.0.w"].bfloat16(), "BF16"))
+
+
+@pytest.mark.case("F26")
+def test_engine_refuses_by_name_what_the_fleet_does_not_hold_as_it_comes(
+    coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    coordinator.dtypes = {"layers.#.w": "", "layers.#.router": "F32"}
+    with pytest.raises(Rejected) as caught:
+        push(FITTED, 7, url=coordinator.url, token="", directory=tmp_path, dtypes="engine")
+    assert [(each.code, each.tensor) for each in caught.value.failures] == [("tensor_dtype", "layers.0.w")]
+    assert "dtypes=" in caught.value.hint
+    push(FITTED, 8, url=coordinator.url, token="", directory=tmp_path)
+    with pytest.raises(Rejected) as folder:
+        push(tmp_path / "0-8", 9, url=coordinator.url, token="", dtypes="engine")
+    assert "allow_narrowing" in folder.value.hint
