@@ -74,16 +74,24 @@ _PROOFS_KEPT = 8  # live, kept, staged, and a few that were given up
 
 
 class RankWork:
-    """One replica's ranks as one thing."""
+    """One replica's ranks as one thing. `warnings`: what every receipt says of this replica."""
 
     def __init__(
-        self, pool: Pool, gate: Admission, model: str, roots: tuple[str, ...], deadlines: Deadlines | None = None
+        self,
+        pool: Pool,
+        gate: Admission,
+        model: str,
+        roots: tuple[str, ...],
+        deadlines: Deadlines | None = None,
+        *,
+        warnings: tuple[str, ...] = (),
     ) -> None:
         self._pool = pool
         self._gate = gate
         self._model = model
         self._roots = roots
         self._deadlines = deadlines or Deadlines()
+        self._warnings = warnings
         self._planned: Planned | None = None
         self._staging: dict[int, int] = {}  # bytes read, by rank
         self._staging_serial = 0  # of the staging that runs, or 0
@@ -149,7 +157,8 @@ class RankWork:
         install = capabilities.install[0] if request.install is InstallMode.AUTO else request.install
         if request.kind is Kind.ROLLBACK:
             self._planned = Planned(request, (), (), install)
-            return PlanReply(request.fence, "", 0, 0, install, seconds=time.monotonic() - began)
+            seconds = time.monotonic() - began
+            return PlanReply(request.fence, "", 0, 0, install, warnings=self._warnings, seconds=seconds)
         if request.offer is None:
             raise refuse("bad_request", "an update needs an offer")
         rank_plan = RankPlan(
@@ -174,7 +183,7 @@ class RankWork:
             tensors=len(first.tensors),
             bytes_to_read=sum(reply.bytes_to_read for reply in planned.replies),
             install=install,
-            warnings=warnings(planned.replies),
+            warnings=(*self._warnings, *warnings(planned.replies)),
             seconds=time.monotonic() - began,
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter, PausePoint, TokenEvent
 from engine_adapter.placement.rows import Placement
+from engine_adapter.vllm.connectors import connectors, named
 from engine_adapter.vllm.parameters import collect
 from engine_adapter.vllm.recording import RecordedPlacements
 from engine_adapter.vllm.settings import SparePlace
@@ -62,7 +63,9 @@ class VllmRankEngine:
         may_move = eager and not self.host_spare
         install = (InstallMode.FLIP, InstallMode.EXCHANGE) if may_move else (InstallMode.EXCHANGE,)
         self._addresses = None if eager else _addresses(model)
-        self._capabilities = Capabilities(cells=CELLS, install=install, notes=NOTES)
+        tiers = connectors(worker.vllm_config, named(str(spec.options.get("allow_kv_connector", ""))))
+        notes = (*NOTES, *tiers.notes(CELLS))
+        self._capabilities = Capabilities(cells=tiers.cells(CELLS), install=install, notes=notes)
 
     def _count(self, *_call: Any) -> None:
         self._steps += 1

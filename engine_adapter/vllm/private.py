@@ -54,6 +54,8 @@ NAMES = {
     "Worker.vllm_config": "how this worker was configured",
     "Worker.model_runner": "holds `requests`",
     "GPUModelRunner.requests": "ids of the requests that a rank holds: must agree between ranks at a pause",
+    # the front and every worker: cache tiers outside
+    "vllm.distributed.kv_transfer.kv_connector.factory.KVConnectorFactory": "which class a connector's name stands for",
     # placements and post-processed layers: a second model beside the live one
     "vllm.model_executor.model_loader.utils.initialize_model": "builds it as vLLM builds a model, registered nowhere",
     "vllm.model_executor.model_loader.get_model_loader": "fills the one that proves processed layers at a join",

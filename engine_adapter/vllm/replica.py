@@ -13,6 +13,7 @@ from engine_adapter.replica.app import ReplicaFace
 from engine_adapter.replica.life import FrontLife, Membership
 from engine_adapter.replica.rank_work import RankWork
 from engine_adapter.vllm import settings as settings_of
+from engine_adapter.vllm.connectors import connectors
 from engine_adapter.vllm.control import EngineControl
 from engine_adapter.vllm.pool import AttachedPool
 from engine_adapter.vllm.private import check_server, choose_mode, installed_version, model_folder
@@ -35,6 +36,10 @@ class VllmReplica:
         mode, why = choose_mode(wanted.mode, installed_version())
         check_server(client, args, mode)
         model = model_folder(client.vllm_config.model_config)
+        tiers = connectors(client.vllm_config, wanted.allow_kv_connector)
+        tiers.check()
+        for warning in tiers.warnings:
+            _log.warning("%s: %s", wanted.replica, warning)
         control = ReloadControl(client) if mode is Mode.RELOAD else EngineControl(client)
         self._control = control
         self.gate = VllmGate(control.abort, wanted.limits)
@@ -46,26 +51,26 @@ class VllmReplica:
         self._pool: AttachedPool | ReloadRanks
         work: RankWork | ReloadRanks
         self._pool, work = (
-            self._reloading(client.vllm_config, control, model, roots, why)
+            self._reloading(client.vllm_config, control, model, roots, (*why, *tiers.warnings))
             if isinstance(control, ReloadControl)
-            else self._staged(client.vllm_config, control, model, roots)
+            else self._staged(client.vllm_config, control, model, roots, tiers.warnings)
         )
         self._life = FrontLife(membership, self._pool, work, self.gate, self.face)
         self._joining: asyncio.Task[bool] | None = None
 
     def _staged(
-        self, config: Any, control: EngineControl, model: Path, roots: tuple[str, ...]
+        self, config: Any, control: EngineControl, model: Path, roots: tuple[str, ...], warnings: tuple[str, ...]
     ) -> tuple[AttachedPool, RankWork]:
         pool = AttachedPool(
             control,
             str(model),
             int(config.parallel_config.world_size),
-            {"spare": self.settings.spare.value},
+            {"spare": self.settings.spare.value, "allow_kv_connector": ",".join(self.settings.allow_kv_connector)},
             on_death=lambda failure: self._life.rank_died(failure),
             on_staged=lambda rank, staged: work.on_staged(rank, staged),
             relabelled=self.gate.relabelled,
         )
-        work = RankWork(pool, self.gate, str(model), roots)
+        work = RankWork(pool, self.gate, str(model), roots, warnings=warnings)
         return pool, work
 
     def _reloading(

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from engine_adapter.replica.door import Limits
+from engine_adapter.vllm.connectors import ALLOW, named
 from updater.security import ConfigurationError, Tokens, is_loopback
 
 COORDINATOR = "LIVEWEIGHTS_COORDINATOR"
@@ -45,7 +46,7 @@ class SparePlace(StrEnum):
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
     """`coordinator` empty: the replica opens by itself. `roots`: folders that sources may lie under. `reload_s`: how
-    long one reload of vLLM may take.
+    long one reload of vLLM may take. `allow_kv_connector`: classes, see `connectors`.
     """
 
     coordinator: str = ""
@@ -57,6 +58,7 @@ class VllmSettings:
     mode: Mode = Mode.STAGED
     reload_s: float = _RELOAD_S
     spare: SparePlace = SparePlace.DEVICE
+    allow_kv_connector: tuple[str, ...] = ()
     start_s: float = 600.0
     stop_s: float = 10.0
 
@@ -83,6 +85,7 @@ def read(args: Namespace, env: Mapping[str, str] | None = None) -> VllmSettings:
         mode=_choice(Mode, MODE, env.get(MODE) or Mode.STAGED),
         reload_s=_seconds(env, RELOAD_S, _RELOAD_S),
         spare=_choice(SparePlace, SPARE, env.get(SPARE) or SparePlace.DEVICE),
+        allow_kv_connector=named(env.get(ALLOW, "")),
     )
 
 
