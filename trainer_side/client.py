@@ -42,7 +42,8 @@ def default_url() -> str:
 
 
 def default_token() -> str:
-    return os.environ.get(TOKEN_ENV, "")
+    """Of a list, while a token is rotated, the first."""
+    return os.environ.get(TOKEN_ENV, "").split(",")[0].strip()
 
 
 class Cut:

@@ -4,4 +4,4 @@
 nothing of ours. This package never imports an engine; only the composition roots (`cli`) do.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

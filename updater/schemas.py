@@ -244,7 +244,8 @@ class DtypesState(BaseModel):
 
 class MemberState(BaseModel):
     """One member as the coordinator sees it. `state` is the front's, or `lost`. `hint`: what ends a state in
-    which it does not serve; `failures`: why it does not, the front's own first."""
+    which it does not serve; `failures`: why it does not, the front's own first. `release`: of the
+    front; `coordinator_release`: of who says all this."""
 
     replica: str
     url: str
@@ -259,6 +260,8 @@ class MemberState(BaseModel):
     ranks: list[dict[str, Any]] = []
     failures: list[FailureBody] = []
     hint: str = ""
+    release: str = ""
+    coordinator_release: str = ""
 
 
 class Pause(BaseModel):

@@ -34,17 +34,31 @@ class ConfigurationError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Bearer tokens of the two scopes, empty where not configured. Never shown: they have no `repr`."""
+    """Bearer tokens of the two scopes, empty where not configured. Never shown: they have no `repr`.
+
+    `admin`: the one that is spoken with; `admin_also` and `inference_also` are accepted too, while a token is rotated.
+    """
 
     admin: str = field(default="", repr=False)
     inference: str = field(default="", repr=False)
+    admin_also: tuple[str, ...] = field(default=(), repr=False)
+    inference_also: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        for token in (self.admin, self.inference):
+        for token in (*self.admins, *self.inferences):
             if token and (len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token):
                 raise ConfigurationError(f"a token needs at least {MIN_TOKEN} printable ASCII characters, no spaces")
-        if self.admin and self.admin == self.inference:
+        if set(self.admins) & set(self.inferences) - {""}:
             raise ConfigurationError("the two scopes need different tokens")
+
+    @property
+    def admins(self) -> tuple[str, ...]:
+        """All that open everything; the first may be empty."""
+        return (self.admin, *self.admin_also)
+
+    @property
+    def inferences(self) -> tuple[str, ...]:
+        return (self.inference, *self.inference_also)
 
     @property
     def configured(self) -> bool:
@@ -52,9 +66,19 @@ class Tokens:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Tokens:
-        """From the environment; `NAME_FILE` names a file that holds the token and only its owner may read."""
+        """From the environment; `NAME_FILE` names a file that holds the token and only its owner may read.
+
+        Several, with commas between them, are all accepted, and the first is spoken with.
+        """
         source = os.environ if env is None else env
-        return cls(_token(source, ADMIN_ENV), _token(source, INFERENCE_ENV))
+        admin, *admin_also = _listed(_token(source, ADMIN_ENV))
+        inference, *inference_also = _listed(_token(source, INFERENCE_ENV))
+        return cls(admin, inference, tuple(admin_also), tuple(inference_also))
+
+
+def _listed(text: str) -> list[str]:
+    """The tokens of one variable, at least one, which may be empty."""
+    return [each.strip() for each in text.split(",") if each.strip()] or [""]
 
 
 def _token(env: Mapping[str, str], name: str) -> str:
@@ -116,7 +140,7 @@ class FrontKeys:
     @classmethod
     def of(cls, tokens: Tokens, replica: str, url: str, prefix: str = "/participant/v1/") -> FrontKeys:
         """`url`: the address that the front announces."""
-        return cls(prefix, (front_key(tokens.admin, replica, url),) if tokens.admin else ())
+        return cls(prefix, tuple(front_key(token, replica, url) for token in tokens.admins if token))
 
     def open(self, path: str, given: bytes) -> bool:
         """Every key is compared before anything is decided."""
@@ -159,8 +183,8 @@ class Access:
             return _foreign(headers)
         given = _bearer(headers)
         # Every configured token is compared, in constant time, before anything is decided.
-        admin = _same(given, self.tokens.admin)
-        inference = _same(given, self.tokens.inference)
+        admin = _any(given, self.tokens.admins)
+        inference = _any(given, self.tokens.inferences)
         key = self.keys.open(path, given)
         if admin or key or (inference and path in self.inference_paths):
             return None
@@ -171,7 +195,7 @@ class Access:
     def of_fleet(self, path: str, headers: Headers) -> bool:
         """Whether the caller has shown what only the fleet and its operators have; never where no token is set."""
         given = _bearer(headers)
-        return self.tokens.configured and (_same(given, self.tokens.admin) or self.keys.open(path, given))
+        return self.tokens.configured and (_any(given, self.tokens.admins) or self.keys.open(path, given))
 
     def tells_all(self, path: str, headers: Headers) -> bool:
         """Whether the texts of errors are for this caller: they name addresses, files and machines. Others are told
@@ -210,6 +234,12 @@ def _host(url: bytes) -> str:
         return urlsplit(url.decode("latin-1")).hostname or ""
     except ValueError:
         return ""
+
+
+def _any(given: bytes, tokens: tuple[str, ...]) -> bool:
+    """Every one is compared before anything is decided."""
+    found = [_same(given, token) for token in tokens]
+    return any(found)
 
 
 def _same(given: bytes, token: str) -> bool:

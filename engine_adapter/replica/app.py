@@ -41,6 +41,7 @@ class ReplicaFace:
         self.replica = replica
         self.front: Front | None = None
         self.failure: Failure | None = None
+        self.obstacle: Callable[[], Failure | None] = lambda: None  # why its coordinator does not admit it
         self._gate = gate
 
     @property
@@ -88,11 +89,12 @@ class ReplicaFace:
         if self.front is not None and self.front.ready:
             state = self.front.state
             return JSONResponse({"ready": True, "version": self.live_version, "unclaimed": state.unclaimed})
-        why = self.front.state.failure if self.front is not None else self.failure
+        why = (self.front.state.failure if self.front is not None else self.failure) or self.obstacle()
         hint = why.hint if why else ""
         text = f"{self.state}: {why.message if why else 'not open'}"
         failure = Failure("shut", text, replica=self.replica, hint=hint)
-        return http.problem(Unavailable(failure, live_version=self.live_version))
+        causes = () if why is None else (why,)
+        return http.problem(Unavailable(failure, *causes, live_version=self.live_version))
 
     async def version(self) -> JSONResponse:
         front = self._ready()

@@ -13,6 +13,7 @@ import httpx
 from updater import http, wire
 from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.core.participant import Claimed, FrontStatus
+from updater.core.release import older_coordinator
 
 _log = logging.getLogger("liveweights.front")
 _FIRST_RETRY_S = 0.2
@@ -39,6 +40,7 @@ class FleetClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._replica, self._url, self._incarnation = replica, url, incarnation
+        self.obstacle: Failure | None = None  # why it is not admitted, as it heard last
         self._last = ""  # the one that may be the member; empty if none is
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = httpx.AsyncClient(
@@ -56,6 +58,7 @@ class FleetClient:
             try:
                 await self._ask_in()
             except LiveweightsError as error:
+                self.obstacle = error.failures[0]
                 _log.warning("not registered yet: %s", error)
                 delay = min(delay * 2, _LAST_RETRY_S)
             else:
@@ -63,16 +66,32 @@ class FleetClient:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(admitted.wait(), delay)
 
+    def why_not(self) -> Failure | None:
+        """Why it is not admitted, as it heard last."""
+        return self.obstacle
+
     async def _ask_in(self) -> None:
         """An answer that got lost may have been a yes; only a no says that another process is the member."""
         mine = self._incarnation()
         self._last = mine
         try:
-            await self._call("POST", "/v1/fleet/replicas", json={"replica": self._replica, "url": self._url})
+            body = {"replica": self._replica, "url": self._url}
+            self.obstacle = self._why(await self._call("POST", "/v1/fleet/replicas", json=body))
+            if self.obstacle is not None:
+                _log.warning("not admitted yet: %s", LiveweightsError(self.obstacle))
         except LiveweightsError as error:
             if error.code == "replica_id_taken":
                 self._last = ""
             raise
+
+    def _why(self, answer: Any) -> Failure | None:
+        """What a coordinator says of a joiner that it has not admitted, None if it says nothing."""
+        if not isinstance(answer, dict):
+            return None
+        try:
+            return wire.build(Failure, answer["failures"][0])
+        except (TypeError, LookupError, ValueError):  # nothing is wrong, or it is of another release
+            return older_coordinator(self._replica, str(answer.get("coordinator_release", "")))
 
     async def claim(self, said: FrontStatus) -> Claimed | None:
         """Whether the front that says this is still a member. None for silence, an error, and whatever is not exactly

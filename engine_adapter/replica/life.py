@@ -88,6 +88,7 @@ class FrontLife:
             self.refuse(error)
             return False
         if self._fleet is not None:
+            self._face.obstacle = self._fleet.why_not
             await self._fleet.register(front.reopened)
             self._watching = asyncio.create_task(self._watch(self._fleet, front))
         self.joined.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 import httpx
@@ -11,7 +10,7 @@ from updater import http, wire
 from updater.cli import views
 from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.core.participant import FrontStatus
-from updater.security import ADMIN_ENV
+from updater.security import Tokens
 
 #: A readmission digests the live bytes of every rank: about 3 GB/s for each.
 ANSWER_S = 900.0
@@ -28,7 +27,7 @@ def run(url: str, verb: str, body: Mapping[str, str], *, as_json: bool) -> None:
 
 
 def ask(url: str, verb: str, body: Mapping[str, str]) -> FrontStatus:
-    token = os.environ.get(ADMIN_ENV, "")
+    token = Tokens.from_env().admin
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         response = httpx.post(

@@ -14,6 +14,7 @@ from updater.coordinator.updates import failure_body
 from updater.core.errors import Failure
 from updater.core.events import Event, Lost, Seen
 from updater.core.participant import Description, FrontState, FrontStatus, Spare, SpareState, StatusRequest
+from updater.core.release import RELEASE
 from updater.core.state import Member
 from updater.core.waiting import cure, shown
 from updater.schemas import MemberState
@@ -146,6 +147,8 @@ class Directory:
             ranks=[wire.plain(rank) for rank in description.ranks] if description is not None else [],
             failures=[failure_body(failure) for failure in failures],
             hint=cure(state),
+            release=status.release if status is not None else "",
+            coordinator_release=RELEASE,
         )
 
 

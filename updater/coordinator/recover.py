@@ -16,6 +16,7 @@ from updater.core import lineage, recovery
 from updater.core.effects import Effect, Outcome, Record, RecordKind, Result
 from updater.core.errors import Failure, Rejected
 from updater.core.participant import Fence, FenceRequest, FrontStatus, Kind
+from updater.core.release import mismatch
 from updater.core.state import FleetState
 from updater.settings import Settings
 
@@ -141,13 +142,20 @@ class Recovery:
     ) -> dict[str, FrontStatus | None]:
         """The first word of this life to every member that answered; what they answer to that is what counts."""
         known = {member.replica: member.incarnation for member in members}
+        foreign = [failure for report in reports.values() if report is not None and (failure := mismatch(report))]
+        for failure in foreign:
+            _log.warning("%s is not led: %s; %s", failure.replica, failure.message, failure.hint)
         asked = {
             replica: Fence(fleet, epoch, 0, 0, report.incarnation, self._owner)
             for replica, report in reports.items()
-            if report is not None and known.get(replica) in ("", report.incarnation) and report.fleet in ("", fleet)
+            if report is not None
+            and mismatch(report) is None
+            and known.get(replica) in ("", report.incarnation)
+            and report.fleet in ("", fleet)
         }
         answers = await asyncio.gather(*(self._say(replica, fence) for replica, fence in asked.items()))
-        return {**reports, **dict(zip(asked, answers, strict=True))}
+        unled: dict[str, FrontStatus | None] = dict.fromkeys((failure.replica for failure in foreign), None)
+        return {**reports, **unled, **dict(zip(asked, answers, strict=True))}
 
     async def _say(self, replica: str, fence: Fence) -> FrontStatus | None:
         """None for one that did not answer, twice, or that obeys another one: the probe will find out more."""

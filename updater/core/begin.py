@@ -76,6 +76,9 @@ def refusals(state: FleetState, event: Begin) -> tuple[Failure, ...]:
     unsupported = conflict(event.policy)
     if unsupported is not None:
         return (Failure("mode_unsupported", unsupported),)
+    foreign = tuple(member.foreign for member in state.members if member.foreign is not None and not member.shut)
+    if foreign:
+        return foreign
     if state.live is None or not candidates(state, event.kind):
         return (Failure("no_members", "no replica to publish to"),)
     blocked = tuple(_blocks(state, event.kind))

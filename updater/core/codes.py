@@ -194,6 +194,12 @@ TABLE: dict[str, Code] = {
     "lease_expired": Code(409, "The client did not renew the update's lease.", retry=True, hint="raise lease_s"),
     "client_abort": Code(409, "A client ended the update.", retry=True),
     "coordinator_restarted": Code(503, "The coordinator was restarted before the update was decided.", retry=True),
+    "release_mismatch": Code(
+        409,
+        "Two parts of the fleet are of different releases.",
+        retry=True,
+        hint="upgrade the coordinator first, then restart the replicas on its release, one by one",
+    ),
     "no_source": Code(
         409,
         "The replica holds other weights than the fleet, and what is live cannot be read again.",

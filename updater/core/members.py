@@ -22,6 +22,7 @@ from updater.core.participant import (
     ResumeRequest,
     SpareState,
 )
+from updater.core.release import mismatch
 from updater.core.requests import first_word, live
 from updater.core.state import FleetState, Member, Phase, Standing
 from updater.core.table import TABLE
@@ -80,6 +81,9 @@ def _join_problem(state: FleetState, known: Member | None, event: Joined) -> Fai
     status, config = event.description.status, event.description.config_hash
     if state.hold is not None and not state.listening:
         return state.hold
+    foreign = mismatch(status)
+    if foreign is not None:
+        return foreign
     if status.fleet not in ("", state.fleet):
         return Failure(
             "bad_request",
@@ -181,6 +185,9 @@ def seen(state: FleetState, member: Member, status: FrontStatus) -> Moved:
     """What a member says of itself. A late word may be old news: it clears silence only where nothing is owed, and says
     nothing of an installation whose end the member has acknowledged.
     """
+    foreign = mismatch(status)
+    if foreign is not None:
+        return state.with_member(replace(member, foreign=foreign)), ()
     if not state.has_history and status.state is FrontState.JOINING:
         # Nothing was ever said to anybody: whoever was silent at the start waits like the others.
         return state.with_member(replace(member, standing=Standing.JOINING, live=status.live_digest, shut=True)), ()

@@ -179,6 +179,8 @@ class FrontStatus:
     ranks: int = 0  # how many worker processes it has; 0: not said
     progress: Progress | None = None  # while it stages
     owner: str = ""  # whom it obeys in this epoch
+    release: str = "0.1.0"  # which said neither this nor
+    wire: int = 1  # the number of its messages
     unclaimed: bool = False  # its coordinator does not know it: it serves on and obeys nothing until it is led
 
 

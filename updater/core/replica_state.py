@@ -17,6 +17,7 @@ from updater.core.participant import (
     Spare,
     SpareState,
 )
+from updater.core.release import RELEASE, WIRE
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +307,8 @@ def status(
         ranks=state.ranks,
         owner=state.owner,
         unclaimed=state.unclaimed,
+        release=RELEASE,
+        wire=WIRE,
     )
 
 

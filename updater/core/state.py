@@ -50,9 +50,9 @@ class Member:
     is lost or quarantined not block. `admitted`: it once acknowledged that it serves. `live`: content digest at its
     last description. `previous`: what its spare keeps for a rollback. `owed`: the message that it still has to
     acknowledge after the phase that sent it ended; the shell retries it for ever. `gave_up_on`: the label that an
-    admission or a catch-up failed to reach, not tried again; `why`: what failed it, until it is admitted. `unled`: it
-    does not obey this epoch yet; `lead` is the first word that it hears, and until it has acknowledged that it takes
-    part in nothing (I11).
+    admission or a catch-up failed to reach, not tried again; `why`: what failed it, until it is admitted. `foreign`:
+    it is of another release, so that nothing is said to it. `unled`: it does not obey this epoch yet; `lead` is the
+    first word that it hears, and until it has acknowledged that it takes part in nothing (I11).
     """
 
     replica: str
@@ -66,6 +66,7 @@ class Member:
     owed: Send | None = None
     gave_up_on: Label | None = None
     why: Failure | None = None
+    foreign: Failure | None = None
     url: str = ""
     config_hash: str = ""
     ranks: int = 0

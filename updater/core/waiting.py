@@ -39,7 +39,9 @@ def shown(member: Member, status: FrontStatus | None, heard: bool) -> str:
 
 
 def obstacle(state: FleetState, member: Member) -> Failure | None:
-    """Why a joiner is not admitted, or None while it is on its way."""
+    """Why a joiner is not admitted, or a member not spoken to; None while it is on its way."""
+    if member.foreign is not None:
+        return member.foreign
     if member.standing is not Standing.JOINING:
         return None
     if state.hold is not None:

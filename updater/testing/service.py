@@ -38,6 +38,7 @@ class LocalService:
         tokens: Tokens | None = None,
         deadlines: Deadlines = DEADLINES,
         open_journal: Callable[[Path, str], Journal] = Journal,
+        name: str = "default",
         **settings: Any,
     ) -> None:
         self.clock = clock or ManualClock()
@@ -47,6 +48,7 @@ class LocalService:
         self.settings = replace(
             Settings(
                 state=folder / "state",
+                fleet=name,
                 roots=(self.root,),
                 tokens=tokens or Tokens(),
                 deadlines=deadlines,

@@ -11,6 +11,7 @@ from updater.core.effects import Append, Record, RecordKind
 from updater.core.lineage import ADOPTION, Journal, KnownMember, Survey, nobody_led, survey
 from updater.core.participant import FrontState, FrontStatus, Kind, Released, ReleaseTo, Spare, SpareState
 from updater.core.recovery import recover
+from updater.core.release import RELEASE, WIRE
 from updater.core.state import Phase, Standing
 from updater.core.version import START, Version
 
@@ -22,7 +23,7 @@ DECIDED = replace(BEGUN, kind=RecordKind.DECIDED, serial=4, attempt=1, update="u
 
 def status(name: str, state: FrontState, version: str = "0-1", digest: str = "new", **change: object) -> FrontStatus:
     spare = Spare(SpareState.PREVIOUS, 0, "start", "base")
-    found = FrontStatus(name, f"{name}1", "fleet", 1, 4, 1, state, version, digest, spare)
+    found = FrontStatus(name, f"{name}1", "fleet", 1, 4, 1, state, version, digest, spare, release=RELEASE, wire=WIRE)
     return replace(found, **change)  # type: ignore[arg-type]
 
 
