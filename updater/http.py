@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -102,6 +103,39 @@ def problem(error: LiveweightsError, **extra: Any) -> JSONResponse:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(problem_body(error, **extra), error.status, headers, media_type=MEDIA_TYPE)
+
+
+class Problem(BaseModel):
+    """What a problem document has at least, as the OpenAPI documents describe it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    outcome: str
+    retryable: bool
+    live_version: str | None
+    failures: list[dict[str, Any]]
+
+
+def problem_responses() -> dict[int | str, dict[str, Any]]:
+    """For an app's OpenAPI document: every status that an error may have, and its document. 500 is none of them."""
+    content = {MEDIA_TYPE: {"schema": Problem.model_json_schema()}}
+    return {
+        status: {"description": f"A problem document: {', '.join(codes)}.", "content": content}
+        for status, codes in sorted(_codes_by_status().items())
+    }
+
+
+def _codes_by_status() -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for code, status in CODES.items():
+        if status != 500:
+            found.setdefault(status, []).append(code)
+    return found
 
 
 def failures_of(document: object, *, fallback: str = "internal") -> tuple[Failure, ...]:

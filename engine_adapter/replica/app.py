@@ -32,6 +32,8 @@ INFERENCE_PATHS = frozenset({"/v1/completions", "/v1/models", "/v1/version"})
 PARTICIPANT_BODY = 64 << 20
 COMPLETION_BODY = 16 << 20
 OPERATOR_BODY = 4 << 10
+#: In the OpenAPI document, of routes that read their messages themselves.
+JSON_BODY = {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}}
 
 
 class ReplicaFace:
@@ -157,14 +159,22 @@ class _Snapshot(Collector):
 
 def make_app(face: ReplicaFace, gate: Gate, text: ModelText, tokens: Tokens, url: str = "") -> FastAPI:
     """`url`: the address that this replica announces; its coordinator shows the key that is made of it."""
-    app = FastAPI(title="liveweights replica", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="liveweights replica",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        responses=http.problem_responses(),
+    )
     app.include_router(Completions(gate, text, face.digest_of).router())
-    app.add_api_route("/participant/v1/{verb}", face.participant, methods=["POST"], response_model=None)
+    app.add_api_route(
+        "/participant/v1/{verb}", face.participant, methods=["POST"], response_model=None, openapi_extra=JSON_BODY
+    )
     add_operator_routes(app, face)
     app.add_api_route("/healthz", face.healthz, methods=["GET"], response_model=None)
     app.add_api_route("/readyz", face.readyz, methods=["GET"], response_model=None)
     app.add_api_route("/v1/version", face.version, methods=["GET"], response_model=None)
-    app.add_api_route("/metrics", face.metrics, methods=["GET"], response_model=None)
+    app.add_api_route("/metrics", face.metrics, methods=["GET"], response_model=None, response_class=Response)
     http.install(
         app,
         tokens=tokens,
@@ -183,4 +193,6 @@ def make_app(face: ReplicaFace, gate: Gate, text: ModelText, tokens: Tokens, url
 def add_operator_routes(app: FastAPI, face: ReplicaFace) -> None:
     """What a person may ask of one replica. Admin scope: `http.install` knows no other path for them."""
     app.add_api_route("/replica/v1/readmit", face.readmit, methods=["POST"], response_model=None)
-    app.add_api_route("/replica/v1/release", face.release, methods=["POST"], response_model=None)
+    app.add_api_route(
+        "/replica/v1/release", face.release, methods=["POST"], response_model=None, openapi_extra=JSON_BODY
+    )

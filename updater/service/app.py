@@ -41,7 +41,7 @@ KEEP_ALIVE_S = 10.0
 
 def create_app(coordinator: Coordinator) -> FastAPI:
     """The app of a coordinator that somebody starts and closes, on the event loop that serves the app."""
-    app = FastAPI(title="liveweights coordinator")
+    app = FastAPI(title="liveweights coordinator", responses=http.problem_responses())
     face = _Face(coordinator)
     face.add_updates(app)
     face.add_fleet(app)
@@ -66,8 +66,11 @@ class _Face:
 
     def add_updates(self, app: FastAPI) -> None:
         update = "/v1/updates/{update_id}"
-        app.post("/v1/updates", status_code=202, response_model=UpdateState | Receipt)(self.begin)
-        app.post("/v1/rollback", status_code=202, response_model=UpdateState | Receipt)(self.rollback)
+        ended: dict[int | str, dict[str, Any]] = {
+            200: {"model": Receipt, "description": "It was waited for: committed."}
+        }
+        app.post("/v1/updates", status_code=202, response_model=UpdateState, responses=ended)(self.begin)
+        app.post("/v1/rollback", status_code=202, response_model=UpdateState, responses=ended)(self.rollback)
         app.get(update, response_model=UpdateState)(self.state)
         app.get(f"{update}/events", response_class=StreamingResponse)(self.events)
         app.post(f"{update}/renew", response_model=UpdateState)(self.renew)
