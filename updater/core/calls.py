@@ -17,7 +17,7 @@ from updater.core.flow import Moved
 from updater.core.lineage import not_newest
 from updater.core.participant import Call, Claim, Claimed, FrontState, FrontStatus
 from updater.core.requests import first_word, phase_request
-from updater.core.state import FleetState, Member, Phase
+from updater.core.state import FleetState, Member, Phase, Standing
 from updater.core.table import TABLE
 from updater.core.version import Version
 
@@ -40,6 +40,8 @@ def led(state: FleetState, event: Replied) -> Moved:
     update = state.update
     if update is not None and member.replica in update.waiting and not update.recording and TABLE[state.phase].verb:
         return state, (phase_request(state, update, member),)
+    if member.standing is Standing.JOINING and state.phase is Phase.IDLE and status.serial > 0:
+        return members.tidy_anew(state, member)
     return seen(state, Seen(member.replica, status))
 
 
@@ -130,7 +132,7 @@ def _newer(state: FleetState, call: Call) -> str:
     """What it obeys or serves that this coordinator has not decided, or nothing."""
     if call.epoch > state.epoch:
         return f"obeys epoch {call.epoch}, this is {state.epoch}"
-    if call.state in SERVES and Version.parse(call.version) > state.highest:
+    if call.state in (*SERVES, FrontState.ORPHANED) and Version.parse(call.version) > state.highest:
         return f"holds version {call.version}, and the newest here is {state.highest}"
     return ""
 

@@ -14,6 +14,7 @@ from updater.core.effects import Label, Record, RecordKind
 from updater.core.errors import Failure
 from updater.core.participant import FrontState, FrontStatus, Kind
 from updater.core.state import FleetState, Member, Published, Standing
+from updater.core.version import Version
 
 #: An adoption opens the next million of epochs: who is led with one of those was not led by a later life of the same
 #: journal, but by another journal, which an older copy of this one may not follow.
@@ -101,24 +102,25 @@ def nobody_led(fleet: str, journal: Journal, found: Survey) -> FleetState:
 
 
 def otherwise(state: FleetState, journal: Journal, reports: Reports) -> list[FrontStatus]:
-    """Who serves, of this fleet, what no record explains: as this or another incarnation than the journal knows. Who
+    """Who holds, of this fleet, what no record explains, or serves as another incarnation than the journal knows. Who
     was released by hand is explained by that.
     """
     last = journal.records[-1]
     explained = [state.live.label] if state.live is not None else []
     explained += [Label(last.version, last.digest)] if last.kind is RecordKind.DECIDED else []
     known = {member.replica: member.incarnation for member in journal.members}
-    return [
-        report
-        for report in reports.values()
-        if report is not None
-        and report.fleet == state.fleet
-        and report.state in (FrontState.OPEN, *PAUSED, *SHUT_INSTALLED)
-        and (
-            known.get(report.replica) not in ("", report.incarnation)
-            or (report.state is FrontState.OPEN and report.released is None and not _one_of(report, explained))
-        )
-    ]
+    mine = [report for report in reports.values() if report is not None and report.fleet == state.fleet]
+    return [report for report in mine if _is_otherwise(report, state, explained, known)]
+
+
+def _is_otherwise(report: FrontStatus, state: FleetState, explained: Sequence[Label], known: Mapping[str, str]) -> bool:
+    serves = report.state in (FrontState.OPEN, *PAUSED, *SHUT_INSTALLED)
+    if serves and known.get(report.replica) not in ("", report.incarnation):
+        return True
+    if report.released is not None:
+        return False
+    undecided = Version.parse(report.live_version) > state.highest
+    return undecided or (report.state is FrontState.OPEN and not _one_of(report, explained))
 
 
 def _one_of(report: FrontStatus, labels: Sequence[Label]) -> bool:

@@ -114,7 +114,8 @@ def _newcomer(state: FleetState, description: Description) -> Member:
         url=description.url,
         config_hash=description.config_hash,
         ranks=status.ranks,
-        unled=not obeys(state, status),
+        # Who has heard of an update before may hold what it staged: that is let go of after the first word.
+        unled=not obeys(state, status) or status.serial > 0,
     )
 
 
@@ -226,10 +227,10 @@ def _serves_live(state: FleetState, status: FrontStatus) -> bool:
 
 def _back(state: FleetState, member: Member, status: FrontStatus) -> Moved:
     if status.state is FrontState.JOINING and not member.admitted:
-        return _tidy_anew(state, replace(member, standing=Standing.JOINING, live=status.live_digest))
+        return tidy_anew(state, replace(member, standing=Standing.JOINING, live=status.live_digest))
     if _serves_live(state, status):
         back = replace(member, standing=Standing.OK, shut=False, admitted=True, live=status.live_digest)
-        after, effects = _tidy_anew(state, back)
+        after, effects = tidy_anew(state, back)
         return after, (Admit(member.replica), *effects)
     return state, ()
 
@@ -270,7 +271,7 @@ def paid(state: FleetState, member: Member, event: Replied) -> Moved:
     return _tidy(back, back.member(member.replica) or member, event.fence)
 
 
-def _tidy_anew(state: FleetState, member: Member) -> Moved:
+def tidy_anew(state: FleetState, member: Member) -> Moved:
     """The same under a serial of its own, which also fences what an older life of the coordinator sent it."""
     state = replace(state, serial=state.serial + 1)
     return _tidy(state, member, state.fence(state.serial, 0, member.incarnation))

@@ -184,6 +184,8 @@ class Explorer:
         if sim.state is None:
             self._restart()
         sim.settle()
+        if older is None:
+            self.older = None  # from here on it would be another fleet's
         sim.lose_journal(older)
         open_before = sim.open_labels()
         sim.do_restart(self._silent())

@@ -319,7 +319,9 @@ class Happenings(Watched):
 
     def do_remove(self, name: str) -> None:
         """An operator confirms that a process is dead, which it is."""
-        member = self.state.member(name) if self.state is not None else None
+        if self.state is None:
+            return
+        member = self.state.member(name)
         self.ask(events.Left(name, dead=True))
         if member is not None:
             self.removed.add((name, member.incarnation))

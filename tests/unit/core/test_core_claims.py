@@ -297,15 +297,14 @@ def test_joiners_with_and_without_a_history_before_an_empty_journal() -> None:
     assert (after.hold.code, type(effects[0])) == ("adopt_needed", Denied)
 
 
-def test_whoever_went_on_obeying_is_not_led_again(sim: Simulation) -> None:
-    """Readmitted, it is another incarnation of a process that has heard the first word."""
+def test_a_joiner_that_took_part_before_lets_go_of_what_it_staged_first(sim: Simulation) -> None:
+    """I6: it was removed in the middle of something, and joins again."""
     again = sim.replicas["a"].describe(0.0)
-    again = replace(again, status=replace(again.status, incarnation="a7", state=FrontState.JOINING))
+    again = replace(again, status=replace(again.status, incarnation="a7", state=FrontState.JOINING, serial=4))
     after, effects = fleet.step(state(sim), Joined(again, old_gone=True))
-    assert [effect.verb for effect in effects if isinstance(effect, Send)] == ["join"]
-    known = after.member("a")
-    assert known is not None
-    assert not known.unled
+    (word,) = [effect for effect in effects if isinstance(effect, Send)]
+    _, effects = fleet.step(after, Replied("a", word.verb, word.fence, again.status))
+    assert [word.verb, *(effect.verb for effect in effects if isinstance(effect, Send))] == ["lead", "discard"]
 
 
 def test_a_leaving_member_that_was_never_there(sim: Simulation) -> None:

@@ -162,7 +162,10 @@ def test_what_is_stuck_in_something_later_is_not_taken_for_the_last_record() -> 
 
 
 def test_what_a_catch_up_left_installed_is_taken_back() -> None:
-    reports = {"a": report("a", FrontState.OPEN, "start", "base"), "b": report("b", FrontState.INSTALLED, serial=6)}
+    reports = {
+        "a": report("a", FrontState.OPEN, "start", "base"),
+        "b": report("b", FrontState.INSTALLED, "start", "base", serial=6),
+    }
     found = recover("fleet", journal(BEGUN), reports)
     assert found.state.phase is Phase.RESTORING
     assert found.state.update is not None

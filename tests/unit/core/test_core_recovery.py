@@ -85,7 +85,8 @@ def test_what_all_that_serve_hold_is_followed_by_an_older_journal() -> None:
 
 def test_a_member_that_was_released_to_something_else_is_quarantined_and_blocks() -> None:
     by_hand = Released(ReleaseTo.LIVE, "0-9", 4, 1)
-    reports = {"a": status("a", FrontState.OPEN, "0-9", "what", released=by_hand), "b": status("b", FrontState.BROKEN)}
+    served = status("a", FrontState.OPEN, "0-9", "what", released=by_hand)
+    reports = {"a": served, "b": status("b", FrontState.BROKEN, "start", "base")}
     members = recover("fleet", journal(BEGUN), reports).state.members
     assert [(member.standing, member.shut) for member in members] == [
         (Standing.QUARANTINED, False),
@@ -102,6 +103,8 @@ def test_a_member_that_was_released_to_something_else_is_quarantined_and_blocks(
         {"a": status("a", FrontState.OPEN, "0-9", "what"), "b": status("b", FrontState.PAUSED, "0-9", "what")},
         {"a": status("a", FrontState.OPEN, "start", "base"), "b": status("b", FrontState.OPEN, incarnation="b7")},
         {"a": status("a", FrontState.JOINING, epoch=9), "b": status("b", FrontState.BROKEN, epoch=9)},
+        {"a": status("a", FrontState.ORPHANED, "0-9", "what"), "b": status("b", FrontState.BROKEN)},
+        {"a": status("a", FrontState.INVALIDATED, "0-9", "what"), "b": status("b", FrontState.OPEN, "start", "base")},
     ],
 )
 def test_an_older_journal_leads_nobody_where_nothing_is_proved(reports: dict[str, FrontStatus | None]) -> None:
