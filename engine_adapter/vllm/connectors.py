@@ -100,18 +100,17 @@ class Connectors:
     def cells(self, cells: Cells) -> Cells:
         """Those of `cells` that are right with these tiers beside vLLM's own cache.
 
-        A tier that tells versions apart and is never empty goes with `reset`, as every request is salted, but not with
-        `recompute`: what that puts back is computed anew under the salt that it came with.
+        A tier that tells versions apart and is never empty goes with `reset`, as every request is salted. Cells that
+        leave blocks of one version under the salt of another are left out: this server knows that it must not enter
+        that namespace again, but others may read the tier, or this one after a restart.
         """
         counted = [tier for tier in self.tiers.values() if not tier.is_neither]
-        salted, resets = all(tier.salted for tier in counted), all(tier.resets for tier in counted)
-
-        def right(in_flight: InFlight, cache: CachePolicy) -> bool:
-            if cache is CachePolicy.NAMESPACE:
-                return salted
-            return cache is CachePolicy.KEEP or resets or (salted and in_flight is not InFlight.RECOMPUTE)
-
-        return tuple(cell for cell in cells if right(*cell))
+        if not counted:
+            return cells
+        caches = {CachePolicy.RESET}
+        if all(tier.salted for tier in counted):
+            caches.add(CachePolicy.NAMESPACE)
+        return tuple(cell for cell in cells if cell[0] in (InFlight.DRAIN, InFlight.ABORT) and cell[1] in caches)
 
     def notes(self, cells: Cells) -> tuple[str, ...]:
         """Why some of `cells` are left out."""

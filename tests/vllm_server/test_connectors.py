@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.vllm.connectors import CONNECTORS, MULTI, NEITHER, Tier, connectors
+from engine_adapter.vllm.connectors import CONNECTORS, MULTI, NEITHER, connectors
 
 pytestmark = [pytest.mark.vllm, pytest.mark.case("F07")]
 
@@ -101,7 +101,3 @@ class OffloadingConnector:
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         pass
-
-
-def test_a_tier_that_is_both_is_no_neither() -> None:
-    assert [Tier(*told).is_neither for told in ((False, False), (True, False), (False, True))] == [True, False, False]
