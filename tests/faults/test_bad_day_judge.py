@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.faults.bad_day.actions import ACTIONS
+from tests.faults.bad_day.catalogue import NAMES
 from tests.faults.bad_day.engines import Said
 from tests.faults.bad_day.judge import CHECKS, Evidence, FrontView, Next, Verdict, View, judge
 from tests.faults.bad_day.load import Heard, heard_of
@@ -204,16 +205,15 @@ def test_a_stream_that_ends_in_an_error_is_compared_as_far_as_it_came() -> None:
 
 
 def test_a_seed_makes_one_round_and_seeds_in_a_row_go_through_all_actions() -> None:
-    names = tuple(ACTIONS)
-    plans = [Plan.of(seed, names, 4.0) for seed in range(100, 100 + len(names))]
-    assert plans == [Plan.of(plan.seed, names, 4.0) for plan in plans]
-    assert {plan.actions[0] for plan in plans} == set(names)
+    plans = [Plan.of(seed, NAMES, 4.0) for seed in range(100, 100 + len(NAMES))]
+    assert plans == [Plan.of(plan.seed, NAMES, 4.0) for plan in plans]
+    assert {plan.actions[0] for plan in plans} == set(NAMES)
     assert all(plan.phase in PHASES and 0 < plan.hold_s <= 4.0 for plan in plans)
     assert all(plan.what == "disk" for plan in plans if any(ACTIONS[name].disk for name in plan.actions))
 
 
 def test_runs_add_up(tmp_path: Path) -> None:
-    plan = replace(Plan.of(7, tuple(ACTIONS), 4.0), actions=("kill_front", "cut_ranks"))
+    plan = replace(Plan.of(7, NAMES, 4.0), actions=("kill_front", "cut_ranks"))
     verdict = Verdict((("names", "x"),), replies=5, compared=60)
     for seed in (7, 8):
         run = Run("toy", "0.1.0", "2026-01-01", seed)

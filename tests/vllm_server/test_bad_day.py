@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.bad_day.actions import QUICK
+from tests.faults.bad_day.catalogue import QUICK
 from tests.faults.bad_day.engines import make_stand
 from tests.faults.bad_day.rounds import Driver, running_driver
 from tests.vllm_server.server import STARTS

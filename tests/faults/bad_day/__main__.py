@@ -11,7 +11,7 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.faults.bad_day.actions import ACTIONS, QUICK
+from tests.faults.bad_day.catalogue import NAMES, QUICK
 from tests.faults.bad_day.engines import make_stand
 from tests.faults.bad_day.results import Run, record
 from tests.faults.bad_day.rounds import running_driver
@@ -23,13 +23,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--engine", choices=("toy", "embedded", "vllm"), default="toy")
     parser.add_argument("--longest", type=float, default=4.0, help="seconds that a bad thing lasts at most")
-    parser.add_argument("--action", action="append", choices=sorted(ACTIONS), help="only these; repeatable")
+    parser.add_argument("--action", action="append", choices=sorted(NAMES), help="only these; repeatable")
     parser.add_argument("--record", action="store_true", help="add the numbers to docs/reliability.md")
     parser.add_argument("--keep", action="store_true", help="leave the fleet's folder, and stop at the first fault")
     told = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="bad-day-"))
     failed, began = 0, time.monotonic()
-    names = tuple(told.action or (QUICK if told.engine == "vllm" else ACTIONS))
+    names = tuple(told.action or (QUICK if told.engine == "vllm" else NAMES))
     run = Run(told.engine, version("liveweights"), date.today().isoformat(), told.seed)
     try:
         stand = make_stand(told.engine, home / "models")

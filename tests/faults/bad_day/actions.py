@@ -16,9 +16,9 @@ from tests.faults.bad_day.publisher import Trainer
 from tests.faults.bad_day.relay import BAD
 
 #: What may end an update whose parts wait for each other for too long.
-_LATE = ("phase_timeout", "quiesce_timeout", "lease_expired")
-_STREAM = ("peer_lost", "peer_timeout")
-_RESTART = ("coordinator_restarted", "unreachable", "lease_expired")
+LATE = ("phase_timeout", "quiesce_timeout", "lease_expired")
+STREAM = ("peer_lost", "peer_timeout")
+RESTART = ("coordinator_restarted", "unreachable", "lease_expired")
 
 
 @dataclass(eq=False)
@@ -32,6 +32,7 @@ class Scene:
     touched: set[str] = field(default_factory=set)
     told: list[str] = field(default_factory=list)
     spoiled: bool = False
+    forgotten: bool = False  # the coordinator lost its journal, or a part of it
 
     def say(self, text: str) -> None:
         self.told.append(text)
@@ -84,19 +85,19 @@ def action(
     return take
 
 
-@action(*_RESTART, of_coordinator=True)
+@action(*RESTART, of_coordinator=True)
 def kill_coordinator(scene: Scene) -> None:
     if scene.fleet.coordinator is not None:
         scene.fleet.coordinator.kill()
 
 
-@action(*_LATE, "unreachable", of_coordinator=True)
+@action(*LATE, "unreachable", of_coordinator=True)
 def stop_coordinator(scene: Scene) -> None:
     if scene.fleet.coordinator is not None:
         scene.fleet.coordinator.stop()
 
 
-@action("shut", "replica_lost", "member_blocked", *_LATE, *_STREAM)
+@action("shut", "replica_lost", "member_blocked", *LATE, *STREAM)
 def kill_front(scene: Scene) -> None:
     name = scene.replica()
     scene.say(name)
@@ -104,14 +105,14 @@ def kill_front(scene: Scene) -> None:
     scene.fleet.fronts[name].kill()
 
 
-@action("replica_lost", "member_blocked", *_LATE, *_STREAM)
+@action("replica_lost", "member_blocked", *LATE, *STREAM)
 def stop_front(scene: Scene) -> None:
     name = scene.replica()
     scene.say(name)
     scene.fleet.fronts[name].stop()
 
 
-@action("shut", "rank_died", "replica_lost", "member_blocked", *_LATE, *_STREAM)
+@action("shut", "rank_died", "replica_lost", "member_blocked", *LATE, *STREAM)
 def kill_rank(scene: Scene) -> None:
     name = scene.replica()
     ranks = scene.fleet.ranks(name)
@@ -122,7 +123,7 @@ def kill_rank(scene: Scene) -> None:
         ranks[rank].kill()
 
 
-@action("replica_lost", "member_blocked", *_LATE, *_STREAM)
+@action("replica_lost", "member_blocked", *LATE, *STREAM)
 def stop_rank(scene: Scene) -> None:
     name = scene.replica()
     ranks = scene.fleet.ranks(name)
@@ -132,17 +133,17 @@ def stop_rank(scene: Scene) -> None:
         ranks[rank].suspend()
 
 
-@action("lease_expired", *_STREAM)
+@action("lease_expired", *STREAM)
 def kill_trainer(scene: Scene) -> None:
     scene.trainer.kill()
 
 
-@action("lease_expired", *_STREAM)
+@action("lease_expired", *STREAM)
 def stop_trainer(scene: Scene) -> None:
     scene.trainer.stop()
 
 
-@action("journal_failed", *_RESTART, of_coordinator=True)
+@action("journal_failed", *RESTART, of_coordinator=True)
 def full_disk(scene: Scene) -> None:
     scene.fleet.fill_disk()
 
@@ -153,7 +154,7 @@ def _cut(scene: Scene, links: list[str]) -> None:
     scene.fleet.network.turn(name, mode)
 
 
-@action("replica_lost", "unreachable", "member_blocked", *_LATE, *_STREAM)
+@action("replica_lost", "unreachable", "member_blocked", *LATE, *STREAM)
 def cut_to_front(scene: Scene) -> None:
     _cut(scene, [f"to {name}" for name in sorted(RANKS)])
 
@@ -164,12 +165,12 @@ def cut_from_front(scene: Scene) -> None:
     _cut(scene, [f"from {name}" for name in sorted(RANKS)])
 
 
-@action("lease_expired", "unreachable", *_STREAM)
+@action("lease_expired", "unreachable", *STREAM)
 def cut_trainer(scene: Scene) -> None:
     _cut(scene, ["trainer"])
 
 
-@action("lease_expired", "phase_timeout", *_STREAM)
+@action("lease_expired", "phase_timeout", *STREAM)
 def cut_ranks(scene: Scene) -> None:
     """From the trainer, as far as a stream's own lines lead through a relay: those of a broadcast."""
     _cut(scene, ["ranks"])
@@ -201,7 +202,7 @@ def remove_checkpoint(scene: Scene) -> None:
     shutil.rmtree(scene.path)
 
 
-@action("shut", "replica_lost", "rank_died", "member_blocked", *_LATE, *_STREAM)
+@action("shut", "replica_lost", "rank_died", "member_blocked", *LATE, *STREAM)
 def restart_on_another_checkpoint(scene: Scene) -> None:
     name = scene.replica()
     scene.say(name)
@@ -209,7 +210,3 @@ def restart_on_another_checkpoint(scene: Scene) -> None:
     scene.fleet.fronts[name].kill()
     others = [path for path in scene.fleet.stand.checkpoints if path != scene.path]
     scene.fleet.start_front(name, scene.random.choice(others))
-
-
-#: Those after which no replica has to be started again, which takes a vLLM the better part of a minute.
-QUICK = tuple(name for name in ACTIONS if name not in ("kill_front", "kill_rank", "restart_on_another_checkpoint"))

@@ -7,7 +7,9 @@ import json
 import os
 import resource
 import secrets
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -29,6 +31,7 @@ RANKS = {"pair": 2, "single": 1}
 MARK = "BAD_DAY"  # in the environment of every process of one fleet, and of what these start
 START_S, VLLM_START_S = 90.0, 400.0  # only a hang reaches it
 _ASK_S = 3.0
+JOURNAL = "journal.sqlite3"
 
 
 class NotStarted(AssertionError):
@@ -92,7 +95,7 @@ class Fleet:
     models: dict[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("tmp", "logs", "state"):
+        for name in ("tmp", "logs"):
             (self.home / name).mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         self.ports = {name: free_port() for name in RANKS}
@@ -105,7 +108,10 @@ class Fleet:
         self.client = httpx.Client(timeout=_ASK_S, trust_env=False)
         self._groups: set[int] = set()
         self.coordinator: Life | None = None
-        self.extra: list[Life] = []  # further coordinators
+        self.second: Life | None = None  # a further coordinator
+        self.second_port = free_port()
+        self.state = self.home / "state"
+        self.copy: Path | None = None  # of the state folder, as it was some time ago
 
     # ----- life
 
@@ -117,9 +123,57 @@ class Fleet:
         self.until(lambda: all(self.is_open(name) for name in RANKS), "both replicas serve", start_s)
 
     def start_coordinator(self) -> None:
-        told = {"state": str(self.home / "state"), "roots": [str(self.home)], "port": self.port}
+        told = {"state": str(self.state), "roots": [str(self.home)], "port": self.port}
         self.coordinator = self.run("coordinator", "coordinator", told)
         self.until(lambda: self.get("/healthz") is not None, "the coordinator answers", watched=self.coordinator)
+
+    def start_second(self, state: Path, *, take_over: bool = False) -> Life:
+        """Another coordinator, at another address. Does not wait."""
+        told = {"state": str(state), "roots": [str(self.home)], "port": self.second_port, "take_over": take_over}
+        self.second = self.run("second", "coordinator", told)
+        return self.second
+
+    def second_answers(self) -> bool:
+        return self._ask(f"http://127.0.0.1:{self.second_port}/healthz") is not None
+
+    def end_second(self) -> None:
+        """An operator keeps one of two: what the second one has taken, the first address serves again."""
+        if self.second is None:
+            return
+        self.second.kill(signal.SIGTERM)
+        self.second = None
+        if self.coordinator is not None:
+            self.coordinator.kill(signal.SIGTERM)
+
+    def keep_copy(self) -> None:
+        """Of the journal as it is now, for a round to come."""
+        fresh = self.home / "copy.new"
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.copytree(self.state, fresh, ignore=shutil.ignore_patterns("*.sqlite3*", "lock*"))
+        with (
+            contextlib.closing(sqlite3.connect(self.state / JOURNAL)) as journal,
+            contextlib.closing(sqlite3.connect(fresh / JOURNAL)) as kept,
+        ):
+            journal.backup(kept)
+        self.copy = self.home / "copy"
+        shutil.rmtree(self.copy, ignore_errors=True)
+        fresh.rename(self.copy)
+
+    def adopt(self, port: int) -> bool:
+        """`POST /v1/fleet/adopt` with all replicas."""
+        members = [{"replica": name, "url": self.announced(name)} for name in RANKS]
+        url = f"http://127.0.0.1:{port}/v1/fleet/adopt"
+        with contextlib.suppress(httpx.HTTPError):
+            return self.client.post(url, json={"members": members, "confirm": True}, timeout=30.0).status_code == 200
+        return False
+
+    def announced(self, name: str) -> str:
+        """Where the coordinator finds a front's contract."""
+        return self.network.links[f"to {name}"].url + self.stand.below
+
+    def delete(self, route: str) -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            self.client.delete(f"http://127.0.0.1:{self.port}{route}")
 
     def start_front(self, name: str, model: Path | None = None) -> None:
         """On the checkpoint it started on before, if no other one is named. Does not wait."""
@@ -131,7 +185,7 @@ class Fleet:
             "model": str(model),
             "tp": RANKS[name],
             "port": self.ports[name],
-            "announced": self.network.links[f"to {name}"].url,
+            "announced": self.announced(name),
             "coordinator": self.network.links[f"from {name}"].url,
             "replica": name,
             "roots": [str(self.home)],
@@ -185,7 +239,7 @@ class Fleet:
         """Ask all to end, fronts first. Returns what was left of them, which is gone then too."""
         self.network.mend()
         self.go_on()
-        for life in [*self.fronts.values(), *self.extra, self.coordinator]:
+        for life in [*self.fronts.values(), self.second, self.coordinator]:
             if life is not None:
                 life.kill(signal.SIGTERM)
         left = [f"{process.name()} {process.pid}" for process in self.processes()]
@@ -199,7 +253,7 @@ class Fleet:
 
     def go_on(self) -> None:
         """SIGCONT to all that stand still, ranks too."""
-        for life in [*self.fronts.values(), *self.extra, self.coordinator]:
+        for life in [*self.fronts.values(), self.second, self.coordinator]:
             if life is not None:
                 life.go_on()
         for process in self.processes():
@@ -230,6 +284,13 @@ class Fleet:
             children = psutil.Process(life.pid).children(recursive=True)
             return [child for child in children if _is_rank(child.cmdline())]
         return []
+
+    def not_ready(self) -> str:
+        """The code for which the coordinator says that it cannot publish; empty if it can, or does not answer."""
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            answer = self.client.get(f"http://127.0.0.1:{self.port}/readyz")
+            return "" if answer.status_code == 200 else str(answer.json().get("code", ""))
+        return ""
 
     def get(self, route: str) -> Any:
         """What the coordinator answers, not through a relay; None for no answer or a refusal."""

@@ -21,7 +21,7 @@ from typing import Any
 from engine_adapter.rank.main import die_with_parent
 
 #: Leases and deadlines of the fleet, in seconds. SIGSTOP lasts at most 4 s in `make test`.
-LEASE_S, PAUSE_LEASE_S, VERB_S = 2.0, 2.0, 5.0
+LEASE_S, VERB_S, WATCH_S = 2.0, 5.0, 0.5
 
 
 def coordinator(told: Mapping[str, Any]) -> None:
@@ -43,11 +43,13 @@ def coordinator(told: Mapping[str, Any]) -> None:
         shutdown_s=VERB_S,
         status_s=1.0,
         probe_every_s=0.3,
+        watch_s=WATCH_S,
         lost_after=3,
         update_lease_s=LEASE_S,
     )
     roots = tuple(Path(root) for root in told["roots"])
-    serve(Settings(state=Path(told["state"]), port=told["port"], roots=roots, deadlines=deadlines))
+    settings = Settings(state=Path(told["state"]), port=told["port"], roots=roots, deadlines=deadlines)
+    serve(settings, take_over=bool(told.get("take_over")))
 
 
 def front(told: Mapping[str, Any]) -> None:
@@ -79,7 +81,7 @@ def front(told: Mapping[str, Any]) -> None:
         limits=Limits(wait_s=10.0),
         deadlines=Deadlines(plan_s=VERB_S, commit_s=VERB_S, discard_s=VERB_S),
         stop_s=3.0,
-        watch_s=0.5,
+        watch_s=WATCH_S,
     )
 
     async def run() -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from tests.faults.bad_day.actions import ACTIONS, Scene, kept
+from tests.faults.bad_day.catalogue import NAMES
 from tests.faults.bad_day.engines import Stand
 from tests.faults.bad_day.fleet import RANKS, Fleet, running_fleet
 from tests.faults.bad_day.judge import Evidence, FrontView, Next, Verdict, View, judge
@@ -107,11 +108,14 @@ class Driver:
     trainer: Trainer = field(init=False)
     labels: dict[str, int] = field(default_factory=lambda: {"start": 0})
     published: dict[str, str] = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
     step: int = 0
 
     def __post_init__(self) -> None:
         self.trainer = self.trainers.new()
-        self.published["start"] = self.view().digest
+        self._learn("start", self.view().digest)
+        for transport in (TRANSPORTS * len(self.stand.checkpoints))[: len(self.stand.checkpoints)]:
+            self._publish(transport)  # all are known from now on, and every process has done all it ever does
 
     # ----- one round
 
@@ -124,6 +128,8 @@ class Driver:
 
         self.load.take()
         before = self.view()
+        if seed % 2:
+            self.fleet.keep_copy()
         scene = Scene(self.fleet, self.trainer, random.Random(seed ^ 0x5EED), self._next_path())
         update, phase = f"round-{seed}-{self.step + 1}", ""
         operator: Counter[str] = Counter()
@@ -147,6 +153,7 @@ class Driver:
             time.sleep(plan.hold_s)
             self.fleet.network.slow(0.0)
             scene.mend()
+            self.fleet.end_second()
             say("mended")
             self._restart_dead(say, operator)
             answer = self.trainer.answer(_ANSWER_S) if self.trainer.alive else None
@@ -183,7 +190,11 @@ class Driver:
     ) -> Evidence:
         for receipt in history.values():
             if receipt["outcome"] == "committed" and receipt["kind"] == "update":
-                self.published[receipt["version"]] = min(receipt["observed"].values())
+                self._learn(receipt["version"], min(receipt["observed"].values()))
+        if scene.forgotten:  # it may have been published by a coordinator that nobody can ask any more
+            offered = f"0-{self.step - len(nexts)}"
+            digest = self.digests.get(self.labels.get(offered, -1), "")
+            self.published.setdefault(offered, digest)
         acts = [ACTIONS[name] for name in plan.actions]
         return Evidence(
             expected=self._expected(),
@@ -202,7 +213,13 @@ class Driver:
             left=self.left.look(self.trainer.pid),
             touched=frozenset(scene.touched),
             only_coordinator=all(act.of_coordinator for act in acts),
+            forgotten=scene.forgotten,
         )
+
+    def _learn(self, version: str, digest: str) -> None:
+        """What was published. Equal bytes have equal digests, under whatever version."""
+        self.published[version] = digest
+        self.digests[self.labels[version]] = digest
 
     # ----- what a trainer does
 
@@ -217,7 +234,10 @@ class Driver:
         """With nothing in its way, and with time enough for a busy machine."""
         path = self._next_path()
         self._send(transport, f"next-{self.step + 1}-{transport}", path, {"in_flight": "abort"}, lease_s=None)
-        return Next(transport, f"0-{self.step}", self.trainer.answer(_ANSWER_S))
+        answer = self.trainer.answer(_ANSWER_S)
+        if answer is not None and answer.receipt is not None and answer.outcome == "committed":
+            self._learn(f"0-{self.step}", min(answer.receipt["observed"].values()))
+        return Next(transport, f"0-{self.step}", answer)
 
     def _send(
         self, what: str, update: str, path: Path, policy: dict[str, Any], *, lease_s: float | None, pace_s: float = 0.0
@@ -261,6 +281,7 @@ class Driver:
         end, told, seen = time.monotonic() + _REST_S, dict[str, str](), ""
         while True:
             self._restart_dead(say, operator)
+            self._lead_again(say, operator)
             view = self.view()
             states = {front.replica: front.state for front in view.fronts}
             seen = f"{self._phase()}, {states}, seen as {[front.seen_as for front in view.fronts]}"
@@ -281,6 +302,25 @@ class Driver:
             if time.monotonic() > end:
                 raise NoRest(f"no rest within {_REST_S:g} s: {seen}")
             time.sleep(0.05)
+
+    def _lead_again(self, say: Callable[[str], None], operator: Counter[str]) -> None:
+        """docs/operations.md: a coordinator whose journal is not that of its fleet adopts it; what an update left shut
+        is released before."""
+        if self.fleet.not_ready() not in ("adopt_needed", "behind"):
+            return
+        if self.fleet.adopt(self.fleet.port):
+            operator["adopt"] += 1
+            say("adopted")
+            return
+        shut = {name: self.fleet.status(name) or {} for name in RANKS}
+        installed = [name for name, status in shut.items() if status.get("state") in ("installed", "invalidated")]
+        to = "live" if len(installed) == len(RANKS) else "previous"
+        for name in installed:
+            url = f"{self.fleet.url(name)}{self.stand.below}/replica/v1/release"
+            answer = httpx.post(url, json={"to": to}, timeout=30.0, trust_env=False)
+            if answer.status_code == 200:
+                operator["release"] += 1
+                say(f"{name} was released to {to}")
 
     def _at_rest(self, front: FrontView, view: View) -> bool:
         if front.state == "open":
@@ -337,9 +377,7 @@ class Driver:
 
 
 @contextmanager
-def running_driver(
-    home: Path, stand: Stand, names: Sequence[str] = tuple(ACTIONS), longest_s: float = 4.0
-) -> Iterator[Driver]:
+def running_driver(home: Path, stand: Stand, names: Sequence[str] = NAMES, longest_s: float = 4.0) -> Iterator[Driver]:
     """Ends everything that it started."""
     for checkpoint in stand.checkpoints:
         shutil.copytree(checkpoint, kept(checkpoint))
