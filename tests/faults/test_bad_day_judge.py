@@ -12,12 +12,12 @@ import pytest
 
 from tests.faults.bad_day.actions import ACTIONS
 from tests.faults.bad_day.catalogue import NAMES
+from tests.faults.bad_day.course import PHASES, Plan, Report
 from tests.faults.bad_day.engines import Said
 from tests.faults.bad_day.judge import CHECKS, Evidence, FrontView, Next, Verdict, View, judge
 from tests.faults.bad_day.load import Heard, heard_of
 from tests.faults.bad_day.publisher import Answer
 from tests.faults.bad_day.results import Run, page, record
-from tests.faults.bad_day.rounds import PHASES, Plan, Report
 from updater.demo.clients import Reply
 
 OLD, NEW = Said((1, 2, 3), (1.0, 1.0, 1.0)), Said((1, 5, 6), (1.0, 1.0, 0.0))

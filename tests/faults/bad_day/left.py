@@ -38,7 +38,7 @@ class Leftovers:
                     left.append(f"process {process.pid} has {opened} open files, {self._first[process.pid]} at first")
         names = _names(fleet.home / "tmp")
         ranks = {name for name in names if name.startswith("liveweights-ranks-")}
-        if len(ranks) > 99 + len(RANKS):  # F44
+        if len(ranks) > len(RANKS):
             left.append(f"{len(ranks)} folders of ranks for {len(RANKS)} replicas")
         left += [f"temporary: {name}" for name in sorted(names - ranks)]
         pids = {str(pid) for pid in self._first}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.faults.bad_day.rounds import Report
+from tests.faults.bad_day.course import Report
 
 FOLDER = Path(__file__).parents[3] / "docs"
 _COLUMNS = ("rounds", "committed", "aborted", "rolled_back", "rejected", "not_told", "faults")

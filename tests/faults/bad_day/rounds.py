@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
+import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,82 +17,20 @@ import httpx
 
 from tests.faults.bad_day.actions import ACTIONS, Scene, kept
 from tests.faults.bad_day.catalogue import NAMES
+from tests.faults.bad_day.course import Course, NoRest, Plan, Report
 from tests.faults.bad_day.engines import Stand
 from tests.faults.bad_day.fleet import RANKS, Fleet, running_fleet
-from tests.faults.bad_day.judge import Evidence, FrontView, Next, Verdict, View, judge
+from tests.faults.bad_day.judge import Evidence, FrontView, Next, View, judge
 from tests.faults.bad_day.left import Leftovers
 from tests.faults.bad_day.load import Load
-from tests.faults.bad_day.publisher import TRANSPORTS, Answer, Trainer, Trainers
+from tests.faults.bad_day.publisher import TRANSPORTS, Trainer, Trainers
 from updater.demo.clients import Expected
 
 #: Each piece between two processes takes so long while the bad thing is awaited, so that a phase can be hit.
 LATENCY_S = 0.015
-PHASES = ("idle", "planning", "staging", "verifying", "pausing", "installing", "invalidating", "resuming")
 _SEEN_S = 3.0  # a phase that does not come within this is not waited for
 _REST_S = 60.0  # only a fault reaches it
 _ANSWER_S = 60.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One round as its seed makes it. `moment_s`: after the phase was seen. `gap_s`: between two bad things."""
-
-    seed: int
-    what: str
-    in_flight: str
-    phase: str
-    moment_s: float
-    actions: tuple[str, ...]
-    gap_s: float
-    hold_s: float
-
-    @classmethod
-    def of(cls, seed: int, names: Sequence[str], longest_s: float) -> Plan:
-        """`names`: the actions to choose from. Seeds that follow each other go through them in turn."""
-        rng = random.Random(seed)
-        actions = [names[seed % len(names)]]
-        others = [name for name in names if name != actions[0]]
-        if others and rng.random() < 0.35:
-            actions.append(rng.choice(others))
-        disk = any(ACTIONS[name].disk for name in actions)
-        ranks = "cut_ranks" in actions
-        what = "disk" if disk else "broadcast" if ranks else rng.choice([*TRANSPORTS, *TRANSPORTS, "rollback"])
-        return cls(
-            seed,
-            what,
-            rng.choice(("drain", "abort")),
-            rng.choice(PHASES),
-            rng.uniform(0.0, 0.06),
-            tuple(actions),
-            rng.uniform(0.0, 0.3),
-            min(longest_s, rng.expovariate(1.0) + 0.2),
-        )
-
-    def __str__(self) -> str:
-        acts = " + ".join(self.actions)
-        return f"seed {self.seed}: {self.what} ({self.in_flight}), {acts} in {self.phase}, for {self.hold_s:.1f} s"
-
-
-@dataclass
-class Report:
-    """What came of a round. `operator`: what a person had to do, by verb. `log`: what happened, line by line."""
-
-    plan: Plan
-    verdict: Verdict
-    outcome: str
-    phase: str
-    seconds: float
-    operator: Counter[str]
-    log: tuple[str, ...]
-
-    def __str__(self) -> str:
-        faults = "".join(f"\n    FAULT {check}: {fault}" for check, fault in self.verdict.faults)
-        helped = f", operator: {dict(self.operator)}" if self.operator else ""
-        return f"{self.plan}: {self.outcome or 'not told'} [{self.seconds:.1f} s]{helped}{faults}"
-
-
-class NoRest(AssertionError):
-    """The fleet did not come to rest."""
 
 
 @dataclass(eq=False)
@@ -120,82 +59,86 @@ class Driver:
     # ----- one round
 
     def play(self, seed: int) -> Report:
-        plan, began = Plan.of(seed, self.names, self.longest_s), time.monotonic()
-        log: list[str] = []
-
-        def say(text: str) -> None:
-            log.append(f"{time.monotonic() - began:7.3f} {text}")
-
+        plan = Plan.of(seed, self.names, self.longest_s)
         self.load.take()
-        before = self.view()
         if seed % 2:
             self.fleet.keep_copy()
         scene = Scene(self.fleet, self.trainer, random.Random(seed ^ 0x5EED), self._next_path())
-        update, phase = f"round-{seed}-{self.step + 1}", ""
-        operator: Counter[str] = Counter()
-        answer: Answer | None = None
+        course = Course(plan, f"round-{seed}-{self.step + 1}", self.view())
         fault = ""
-        rest = end = before
-        nexts: list[Next] = []
         try:
-            self.fleet.network.slow(LATENCY_S)
-            if plan.phase != "idle":
-                self._begin(plan, update, scene.path)
-            phase = self._await(plan.phase)
-            time.sleep(plan.moment_s)
-            for number, name in enumerate(plan.actions):
-                time.sleep(plan.gap_s if number else 0.0)
-                ACTIONS[name].do(scene)
-                say(f"{name} {' '.join(scene.told)} (phase {phase})")
-                scene.told.clear()
-            if plan.phase == "idle":
-                self._begin(plan, update, scene.path)
-            time.sleep(plan.hold_s)
-            self.fleet.network.slow(0.0)
-            scene.mend()
-            self.fleet.end_second()
-            say("mended")
-            self._restart_dead(say, operator)
-            answer = self.trainer.answer(_ANSWER_S) if self.trainer.alive else None
-            say(f"the trainer was told: {answer.outcome or answer.codes if answer else 'nothing'}")
-            if not self.trainer.alive:
-                self.trainer = self.trainers.new()
-            rest = self._rest(scene, say, operator)
-            for transport in self._order(plan):
-                nexts.append(self._publish(transport))
-                say(f"next over {transport}: {nexts[-1].answer and nexts[-1].answer.outcome}")
-                if nexts[-1].answer is None or nexts[-1].answer.outcome != "committed":
-                    break
-            end = self._settled()
-        except AssertionError as error:
-            fault = str(error)
+            self._go_wrong(course, scene)
+            self._mend(course, scene)
+            course.rest = self._rest(course, scene)
+            self._go_on(course)
+            course.end = self._settled()
+        except Exception as error:  # a round that breaks is a finding, and the next one begins on a whole fleet
+            fault = f"{type(error).__name__}: {error}"
+            course.say(fault)
+            self._recover(course, scene)
         history = self._history()
-        verdict = judge(self._evidence(plan, update, answer, history, before, rest, end, nexts, scene))
+        verdict = judge(self._evidence(course, scene, history))
         if fault:
-            verdict = Verdict((("rest", fault), *verdict.faults), verdict.replies, verdict.compared, verdict.checks)
-        outcome = answer.outcome if answer and answer.outcome else str(history.get(update, {}).get("outcome", ""))
-        return Report(plan, verdict, outcome, phase, time.monotonic() - began, operator, tuple(log))
+            verdict = replace(verdict, faults=(("rest", fault), *verdict.faults))
+        return course.report(verdict, history)
 
-    def _evidence(
-        self,
-        plan: Plan,
-        update: str,
-        answer: Answer | None,
-        history: dict[str, Any],
-        before: View,
-        rest: View,
-        end: View,
-        nexts: Sequence[Next],
-        scene: Scene,
-    ) -> Evidence:
+    def _go_wrong(self, course: Course, scene: Scene) -> None:
+        """A transaction, and in the middle of it what the plan says."""
+        plan = course.plan
+        self.fleet.network.slow(LATENCY_S)
+        if plan.phase != "idle":
+            self._begin(plan, course.update, scene.path)
+        course.phase = self._await(plan.phase)
+        time.sleep(plan.moment_s)
+        for number, name in enumerate(plan.actions):
+            time.sleep(plan.gap_s if number else 0.0)
+            ACTIONS[name].do(scene)
+            course.say(f"{name} {' '.join(scene.told)} (phase {course.phase})")
+            scene.told.clear()
+        if plan.phase == "idle":
+            self._begin(plan, course.update, scene.path)
+        time.sleep(plan.hold_s)
+        self.fleet.network.slow(0.0)
+
+    def _mend(self, course: Course, scene: Scene) -> None:
+        """What lasted ends, and what died is started again; then the trainer hears how its transaction ended."""
+        scene.mend()
+        self.fleet.end_second()
+        course.say("mended")
+        self._restart_dead(course)
+        if self.trainer.alive:
+            course.answer = self.trainer.answer(_ANSWER_S)
+            told = course.answer
+            course.say(f"the trainer was told: {told.outcome or told.codes if told is not None else 'nothing'}")
+            if told is None and self.trainer.alive:
+                raise NoRest(f"the trainer was told nothing within {_ANSWER_S:g} s")
+        if not self.trainer.alive:
+            self.trainer = self.trainers.new()
+
+    def _go_on(self, course: Course) -> None:
+        """The next update over each transport. One that fails is the last."""
+        for transport in self._order(course.plan):
+            course.next.append(self._publish(transport))
+            answer = course.next[-1].answer
+            course.say(f"next over {transport}: {answer.outcome or answer.codes if answer is not None else 'nothing'}")
+            if answer is None or answer.outcome != "committed":
+                return
+
+    def _recover(self, course: Course, scene: Scene) -> None:
+        scene.mend()
+        self.fleet.end_second()
+        self._restart_dead(course)
+        self.trainer.kill()
+        self.trainer = self.trainers.new()
+
+    def _evidence(self, course: Course, scene: Scene, history: dict[str, Any]) -> Evidence:
         for receipt in history.values():
             if receipt["outcome"] == "committed" and receipt["kind"] == "update":
                 self._learn(receipt["version"], min(receipt["observed"].values()))
         if scene.forgotten:  # it may have been published by a coordinator that nobody can ask any more
-            offered = f"0-{self.step - len(nexts)}"
-            digest = self.digests.get(self.labels.get(offered, -1), "")
-            self.published.setdefault(offered, digest)
-        acts = [ACTIONS[name] for name in plan.actions]
+            offered = f"0-{self.step - len(course.next)}"
+            self.published.setdefault(offered, self.digests.get(self.labels.get(offered, -1), ""))
+        acts = [ACTIONS[name] for name in course.plan.actions]
         return Evidence(
             expected=self._expected(),
             published=dict(self.published),
@@ -203,13 +146,13 @@ class Driver:
             margin=self.stand.margin,
             max_tokens=self.stand.max_tokens,
             allowed=frozenset[str]().union(*(act.gives for act in acts)),
-            update=update,
-            answer=answer,
+            update=course.update,
+            answer=course.answer,
             history=history,
-            before=before,
-            rest=rest,
-            end=end,
-            next=nexts,
+            before=course.before,
+            rest=course.rest,
+            end=course.end,
+            next=course.next,
             left=self.left.look(self.trainer.pid),
             touched=frozenset(scene.touched),
             only_coordinator=all(act.of_coordinator for act in acts),
@@ -263,64 +206,66 @@ class Driver:
 
     # ----- what an operator does
 
-    def _restart_dead(self, say: Callable[[str], None], operator: Counter[str]) -> None:
+    def _restart_dead(self, course: Course) -> None:
         """docs/operations.md: what died is started again, the coordinator with the same state folder."""
         fleet = self.fleet
         if fleet.coordinator is None or not fleet.coordinator.alive:
             fleet.start_coordinator()
-            operator["start coordinator"] += 1
-            say("the coordinator was started again")
+            course.did("start coordinator", "")
         for name, life in fleet.fronts.items():
             if not life.alive:
                 fleet.start_front(name)
-                operator["start replica"] += 1
-                say(f"{name} was started again")
+                course.did("start replica", name)
 
-    def _rest(self, scene: Scene, say: Callable[[str], None], operator: Counter[str]) -> View:
+    def _rest(self, course: Course, scene: Scene) -> View:
         """Nothing runs, and every replica is open, or joining with nobody to catch up from but the next update."""
         end, told, seen = time.monotonic() + _REST_S, dict[str, str](), ""
-        while True:
-            self._restart_dead(say, operator)
-            self._lead_again(say, operator)
+        while time.monotonic() < end:
+            self._restart_dead(course)
+            self._lead_again(course)
             view = self.view()
-            states = {front.replica: front.state for front in view.fronts}
-            seen = f"{self._phase()}, {states}, seen as {[front.seen_as for front in view.fronts]}"
+            seen = f"{self._phase()}, " + ", ".join(f"{f.replica} {f.state} ({f.seen_as})" for f in view.fronts)
             if self._phase() == "idle" and all(self._at_rest(front, view) for front in view.fronts):
-                say(f"at rest: {seen}")
+                course.say(f"at rest: {seen}")
                 return view
-            for name, state in states.items():
-                if state == "quarantined" and told.get(name) != state:
-                    url = f"{self.fleet.url(name)}{self.stand.below}/replica/v1/readmit"
-                    httpx.post(url, json={}, timeout=30.0, trust_env=False)
-                    operator["readmit"] += 1
-                    say(f"{name} was readmitted")
-                elif state == "broken" and told.get(name) != state:
-                    scene.touched.add(name)
-                    self.fleet.fronts[name].kill(15)
-                    say(f"{name} is broken, and was ended")
-                told[name] = state
-            if time.monotonic() > end:
-                raise NoRest(f"no rest within {_REST_S:g} s: {seen}")
+            for front in view.fronts:
+                if told.get(front.replica) != front.state:
+                    self._cure(front, course, scene)
+                told[front.replica] = front.state
             time.sleep(0.05)
+        raise NoRest(f"no rest within {_REST_S:g} s: {seen}")
 
-    def _lead_again(self, say: Callable[[str], None], operator: Counter[str]) -> None:
+    def _cure(self, front: FrontView, course: Course, scene: Scene) -> None:
+        """docs/operations.md: each state that does not end by itself has a cure."""
+        if front.state == "quarantined":
+            self._tell(front.replica, "readmit", {})
+            course.did("readmit", front.replica)
+        elif front.state == "broken":
+            scene.touched.add(front.replica)
+            self.fleet.fronts[front.replica].kill(signal.SIGTERM)
+            course.say(f"{front.replica} is broken, and was ended")
+
+    def _lead_again(self, course: Course) -> None:
         """docs/operations.md: a coordinator whose journal is not that of its fleet adopts it; what an update left shut
         is released before."""
         if self.fleet.not_ready() not in ("adopt_needed", "behind"):
             return
         if self.fleet.adopt(self.fleet.port):
-            operator["adopt"] += 1
-            say("adopted")
+            course.did("adopt", "")
             return
-        shut = {name: self.fleet.status(name) or {} for name in RANKS}
-        installed = [name for name, status in shut.items() if status.get("state") in ("installed", "invalidated")]
+        statuses = {name: self.fleet.status(name) or {} for name in RANKS}
+        installed = [name for name, status in statuses.items() if status.get("state") in ("installed", "invalidated")]
         to = "live" if len(installed) == len(RANKS) else "previous"
         for name in installed:
-            url = f"{self.fleet.url(name)}{self.stand.below}/replica/v1/release"
-            answer = httpx.post(url, json={"to": to}, timeout=30.0, trust_env=False)
-            if answer.status_code == 200:
-                operator["release"] += 1
-                say(f"{name} was released to {to}")
+            if self._tell(name, "release", {"to": to}):
+                course.did(f"release to {to}", name)
+
+    def _tell(self, name: str, verb: str, body: Mapping[str, str]) -> bool:
+        """An operator's word to one replica."""
+        url = f"{self.fleet.url(name)}{self.stand.below}/replica/v1/{verb}"
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.post(url, json=dict(body), timeout=30.0, trust_env=False).status_code == 200
+        return False
 
     def _at_rest(self, front: FrontView, view: View) -> bool:
         if front.state == "open":
