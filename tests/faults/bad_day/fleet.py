@@ -139,9 +139,8 @@ class Fleet:
 
     def end_seconds(self) -> None:
         """An operator keeps one of them: what the others have taken, the first address serves again."""
-        if not self.seconds:
-            return
-        for life in [*self.seconds, self.coordinator]:
+        lived = [life for life in self.seconds if life.alive]
+        for life in [*lived, self.coordinator] if lived else ():
             if life is not None:
                 life.kill(signal.SIGTERM)
         self.seconds.clear()

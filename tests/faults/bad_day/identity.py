@@ -29,7 +29,7 @@ def second_coordinator_takes_over(scene: Scene) -> None:
         first.go_on()
 
 
-@action("taken_over", "unreachable", "behind", "journal_failed", *RESTART, *LATE, *STREAM, of_coordinator=True)
+@action("taken_over", "not_found", "behind", "journal_failed", *RESTART, *LATE, *STREAM, of_coordinator=True)
 def second_coordinator_adopts(scene: Scene) -> None:
     """On a journal of its own, while the first one lives. A fleet in the middle of an update is not adopted."""
     fleet = scene.fleet
