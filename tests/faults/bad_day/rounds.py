@@ -107,14 +107,20 @@ class Driver:
         self.fleet.end_seconds()
         course.say("mended")
         self._restart_dead(course)
-        if self.trainer.alive:
-            course.answer = self.trainer.answer(_ANSWER_S)
-            told = course.answer
-            course.say(f"the trainer was told: {told.outcome or told.codes if told is not None else 'nothing'}")
-            if told is None and self.trainer.alive:
-                raise NoRest(f"the trainer was told nothing within {_ANSWER_S:g} s")
+        self._hear(course)
         if not self.trainer.alive:
             self.trainer = self.trainers.new()
+
+    def _hear(self, course: Course) -> None:
+        """What the trainer is told, if it lives. What dies late is started again meanwhile. Raises NoRest."""
+        end = time.monotonic() + _ANSWER_S
+        while self.trainer.alive and course.answer is None:
+            self._restart_dead(course)
+            course.answer = self.trainer.answer(0.2)
+            if course.answer is None and time.monotonic() > end:
+                raise NoRest(f"the trainer was told nothing within {_ANSWER_S:g} s")
+        told = course.answer
+        course.say(f"the trainer was told: {told.outcome or told.codes if told is not None else 'nothing'}")
 
     def _go_on(self, course: Course) -> None:
         """The next update over each transport. One that fails is the last."""
