@@ -204,6 +204,28 @@ def test_the_sender_and_its_group_outlive_a_push(stage: Stage, kind: str) -> Non
                 stage.publish(kind)
 
 
+@pytest.mark.case("F26")
+@pytest.mark.parametrize("kind", STREAMS)
+def test_wider_weights_are_told_once_what_to_pass_and_fit_the_engine_by_themselves(stage: Stage, kind: str) -> None:
+    step, tensors = stage.next()
+    wide = {name: tensor.double() for name, tensor in tensors.items()}
+    before = stage.view()
+    with Pusher(stage.fleet.url, "", transport=kind, bucket_bytes=BUCKET) as plain, pytest.raises(Rejected) as caught:
+        plain.push(wide, step)
+    as_before(stage, before)
+    (group,) = caught.value.groups
+    assert (group.code, group.count) == ("tensor_narrowing", len(caught.value.failures))
+    assert group.tensors == len(wide)
+    assert len(group.examples) == 1
+    assert "dtypes=" in caught.value.hint
+    assert len(str(caught.value)) < 600
+    with Pusher(stage.fleet.url, "", transport=kind, bucket_bytes=BUCKET, dtypes="engine") as pusher:
+        receipt = pusher.push(wide, step)
+    assert (receipt.outcome, receipt.proof) == ("committed", "digests")
+    stage.live = 1 - stage.live
+    stage.view()
+
+
 @pytest.mark.parametrize("kind", STREAMS)
 def test_digests_that_are_computed_on_the_way_prove_as_much(stage: Stage, kind: str) -> None:
     with stage.session(kind, digests={}) as update:
