@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from engine_adapter.placement.rows import Placement
 from updater.core.policy import CachePolicy, Capabilities
@@ -150,6 +150,19 @@ class RankEngine(Protocol):
         """The request ends with `finish_reason="abort"` and the tokens it has, soon."""
 
     def stop(self, deadline_s: float) -> None: ...
+
+
+@runtime_checkable
+class KnowsConfig(Protocol):
+    """What an engine can say of model configs beyond the file that it started on. Any engine may leave it out: then the
+    file is what it runs on, and a key that one of two configs lacks is not judged.
+    """
+
+    def config_overrides(self) -> Mapping[str, Any]:
+        """What it was told to read otherwise than its start folder's `config.json` says; nested objects are merged."""
+
+    def completed_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The same config with what the engine's config class fills in. May raise for one that it cannot read."""
 
 
 #: Named as `package.module:function` on a rank process's command line; the module is imported in that process only.

@@ -14,12 +14,16 @@ from trainer_side.on_disk import FolderSending, Shelf
 from trainer_side.options import DIRECTORY_ENV, Asked, Options
 from trainer_side.running import Link
 from trainer_side.session import LEASE_S, UpdateSession
+from trainer_side.sources.folder import FolderSource
 from trainer_side.stream import Sending, StreamSending
 from trainer_side.weights import WeightSource
+from transports.hashes import folder_document
 from transports.registry import make_sender
 from transports.stream import StreamSender
 from updater.core.errors import refuse
 from updater.manifest import real_path
+from updater.model_document import ModelDocument
+from updater.model_document import known as known_model
 
 
 class Carrier:
@@ -69,6 +73,7 @@ class Carrier:
             asked.terms,
             digests=known,
             ties=source.ties,
+            manifest={"model": self._model(source)},
             lease_s=LEASE_S if asked.lease_s is None else asked.lease_s,
             stall_s=self._options.stall_s,
             timeout_s=asked.timeout_s,
@@ -77,6 +82,15 @@ class Carrier:
             progress=asked.progress,
         )
         return StreamSending(session, asked.timeout_s)
+
+    def _model(self, source: WeightSource) -> ModelDocument | None:
+        """Config, tokenizer and quantisation: of a folder that is streamed, or of the one that `config_from` names."""
+        if isinstance(source, FolderSource):
+            return source.model
+        if self._options.config_from is None:
+            return None
+        folder = os.path.abspath(self._options.config_from)
+        return known_model(folder_document(folder, ("/",)))
 
     def writing(self, source: WeightSource, known: Mapping[str, str], asked: Asked) -> FolderSending:
         """Of a folder that does not exist yet. Raises Rejected where nobody said where to write."""

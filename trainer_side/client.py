@@ -20,7 +20,7 @@ from trainer_side import flows
 from trainer_side.flows import Answer, Call, Flow, NoAnswer, Wait
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.core.version import Version
-from updater.schemas import FleetState, Receipt, UpdateState, VersionState
+from updater.schemas import FleetState, ModelState, Receipt, UpdateState, VersionState
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -148,6 +148,14 @@ class Client:
         """Let this coordinator, whose journal is empty or behind, take over these fronts (replica to URL)."""
         return _as(FleetState, self.run(flows.adopt(members)))
 
+    def model(self) -> ModelState:
+        """What the fleet's engines run on, beside tensors: config, tokenizer, quantisation."""
+        return _as(ModelState, self.run(flows.get("/v1/fleet/model")))
+
+    def manifest(self, digest: str) -> Mapping[str, Any]:
+        """The manifest of a version by its digest. Raises Rejected `not_found`."""
+        return self.run(flows.get(f"/v1/manifests/{digest}"))
+
     def history(self, limit: int | None = None) -> list[Receipt]:
         """Past receipts, newest first."""
         return _receipts(self.run(flows.get("/v1/history", limit=limit)))
@@ -263,6 +271,12 @@ class AsyncClient:
 
     async def adopt(self, members: Mapping[str, str]) -> FleetState:
         return _as(FleetState, await self.run(flows.adopt(members)))
+
+    async def model(self) -> ModelState:
+        return _as(ModelState, await self.run(flows.get("/v1/fleet/model")))
+
+    async def manifest(self, digest: str) -> Mapping[str, Any]:
+        return await self.run(flows.get(f"/v1/manifests/{digest}"))
 
     async def history(self, limit: int | None = None) -> list[Receipt]:
         return _receipts(await self.run(flows.get("/v1/history", limit=limit)))

@@ -21,9 +21,10 @@ import torch
 from trainer_side.packing import check_tensor
 from trainer_side.weights import WeightSource
 from transports.digest import tensor_digest, to_hex
-from transports.hashes import folder_hashes
+from transports.hashes import folder_document, folder_hashes
 from updater.core.errors import Rejected, refuse
 from updater.manifest import FILE_NAME, Manifest, TensorEntry, TensorSpec
+from updater.model_document import known
 
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
@@ -140,6 +141,7 @@ class FolderWriter:
             quantization_hash=hashes.quantization,
             source_revision=self._source_revision,
             ties=self._ties,
+            model=known(folder_document(str(folder), (str(folder),))),
         )
         manifest.check()
         with _durable(folder / FILE_NAME) as stream:

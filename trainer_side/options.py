@@ -52,8 +52,9 @@ class Options:
     is named (here, or by LIVEWEIGHTS_DIRECTORY), else `shared_memory` if every replica is on this machine, else
     `broadcast`.
     For disk: `directory`: where `<run>-<step>` is written with its manifest. `config_from`: model folder whose config
-    and tokenizer files go with the weights, so that an engine can start there. `keep`: how many folders of earlier
-    pushes to leave in `directory`, besides those that the coordinator still needs. `shard_bytes`: of one file, at most.
+    and tokenizer files go with the weights, so that an engine can start there (a stream only says what they are).
+    `keep`: how many folders of earlier pushes to leave in `directory`, besides those that the coordinator still needs.
+    `shard_bytes`: of one file, at most.
     `dtypes`: {glob pattern: dtype} of what travels rounded, as in `sources.as_source`: `{"*": "BF16"}`; one dtype
     for all; or `"engine"`: what the fleet holds each tensor in.
     For streams: `bucket_bytes`: what travels at once; two of them are in memory. `stall_s`: how long one receiver may
@@ -77,6 +78,7 @@ class Asking(TypedDict, total=False):
     policy: Policy | Mapping[str, Any] | None
     allow_suspicious: Sequence[str]
     layouts: Mapping[str, str] | None
+    allow_config: Sequence[str]
     hooks: Hooks | None
     id: str | None
     base_version: str | Version | None
@@ -91,7 +93,8 @@ class Asked:
 
     `version`: a step of the current run, `run-step`, or a `Version`. `policy`: what differs from the defaults.
     `allow_suspicious`: patterns of tensors that may hold no normal number; `layouts`: {pattern: kind} of tensors that
-    hold several of the model's (`updater.core.policy.SourceLayout`); both are part of the policy.
+    hold several of the model's (`updater.core.policy.SourceLayout`); `allow_config`: keys of config, tokenizer and
+    quantisation in which the source may differ from the engine; all three are part of the policy.
     `base_version`: refuse unless this one is live. `id`: names this update; asked again it is the same one.
     `hooks`: called as it goes on. `lease_s`: how long a stream lives without a sign of this process (renewed in the
     background). `timeout_s`: how long to wait for the end. `progress`: told of bytes that were written or sent.
@@ -101,6 +104,7 @@ class Asked:
     policy: Policy | Mapping[str, Any] | None = None
     allow_suspicious: Sequence[str] = ()
     layouts: Mapping[str, str] | None = None
+    allow_config: Sequence[str] = ()
     hooks: Hooks | None = None
     id: str | None = None
     base_version: str | Version | None = None
@@ -111,7 +115,8 @@ class Asked:
 
     def __post_init__(self) -> None:
         terms = Terms.of(self.version, self.policy, self.id, self.base_version)
-        object.__setattr__(self, "terms", terms.allowing(self.allow_suspicious, self.layouts))
+        terms = terms.allowing(self.allow_suspicious, self.layouts, self.allow_config)
+        object.__setattr__(self, "terms", terms)
 
     def expecting(self, dtypes: str) -> Asked:
         """The same, for tensors that were rounded by what the fleet said; `dtypes`: the fingerprint of that."""

@@ -120,8 +120,8 @@ def push(
     trainer of several ranks every rank calls this, and every rank returns the receipt or raises the same error.
     `version`: a step of the current run, `run-step`, or a `Version`.
     `options`: `transport`, `directory`, `config_from`, `keep`, `shard_bytes`, `dtypes`, `bucket_bytes`, `stall_s`,
-    `sender_options` as in `options.Options`; `policy`, `allow_suspicious`, `layouts`, `hooks`, `id`, `base_version`,
-    `lease_s`, `timeout_s`, `progress` as in `options.Asked`.
+    `sender_options` as in `options.Options`; `policy`, `allow_suspicious`, `layouts`, `allow_config`, `hooks`, `id`,
+    `base_version`, `lease_s`, `timeout_s`, `progress` as in `options.Asked`.
 
     Raises Rejected, Aborted or RolledBack (with `error.receipt`, saying what is live), Unavailable, Unauthorized.
     """

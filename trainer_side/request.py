@@ -41,12 +41,14 @@ class Terms:
         base = None if base_version is None else str(base_version)
         return cls(str(version) if isinstance(version, Version) else version, _policy(policy), id, base)
 
-    def allowing(self, suspicious: Sequence[str], layouts: Mapping[str, str] | None) -> Terms:
+    def allowing(
+        self, suspicious: Sequence[str], layouts: Mapping[str, str] | None, config: Sequence[str] = ()
+    ) -> Terms:
         """The same with more in the policy. What is named here comes before what the policy says."""
         more: dict[str, Any] = {}
-        if suspicious:
-            both = (*self.policy.get("allow_suspicious", ()), *suspicious)
-            more["allow_suspicious"] = list(dict.fromkeys(both))
+        for name, allowed in (("allow_suspicious", suspicious), ("allow_config", config)):
+            if allowed:
+                more[name] = list(dict.fromkeys((*self.policy.get(name, ()), *allowed)))
         if layouts:
             given = {glob: str(kind) for glob, kind in layouts.items()}
             more["layouts"] = {**given, **{k: v for k, v in self.policy.get("layouts", {}).items() if k not in given}}

@@ -82,7 +82,7 @@ class UpdateSession:
         *,
         digests: Mapping[str, str] | None = None,
         ties: tuple[tuple[str, str], ...] = (),
-        manifest: Mapping[str, str] | None = None,
+        manifest: Mapping[str, Any] | None = None,
         policy: Policy | Mapping[str, Any] | None = None,
         id: str | None = None,
         base_version: str | Version | None = None,

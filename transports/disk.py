@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from transports.base import Read, ReadReport
-from transports.hashes import folder_hashes
+from transports.base import Read, ReadReport, Source
+from transports.hashes import folder_document, folder_hashes
 from transports.index import Layout, ambiguities, find_layout, index_faults, missing_shard, size_warnings
 from transports.manifest_check import load_manifest, manifest_faults
 from transports.paths import OpenFile, open_file
@@ -16,6 +16,7 @@ from transports.requests import Place
 from transports.safetensors_header import Header, read_header
 from updater.core.errors import Aborted, Failure, Rejected
 from updater.manifest import Manifest, TensorSpec
+from updater.model_document import ModelDocument
 from updater.names import clean_names
 
 _FAULT_LIMIT = 100
@@ -47,6 +48,7 @@ class DiskSource:
         self._warnings = warnings
         self._watched = list(watched)
         self._options = options
+        self._beside: tuple[str, tuple[str, ...]] | None = None  # folder of the weights, roots
         self._closed = False
 
     @classmethod
@@ -97,7 +99,9 @@ class DiskSource:
                 os.close(file.fd)
             raise
         warnings = (*layout.warnings, *size_warnings(layout, headers.values()))
-        return cls(headers, places, manifest, warnings, watched, options or ReaderOptions(), ambiguous)
+        source = cls(headers, places, manifest, warnings, watched, options or ReaderOptions(), ambiguous)
+        source._beside = (layout.folder, tuple(roots))
+        return source
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -106,6 +110,21 @@ class DiskSource:
     @property
     def manifest(self) -> Manifest | None:
         return self._manifest
+
+    def document(self) -> ModelDocument:
+        """What the files beside the weights say of the model, else the manifest. Raises Rejected `config_mismatch`."""
+        there = folder_document(*self._beside) if self._beside is not None else ModelDocument()
+        said = self._manifest.model if self._manifest is not None else None
+        if said is None:
+            return there
+        known = there.config is not None
+        return ModelDocument(
+            config=there.config if known else said.config,
+            quantization=there.quantization if known else said.quantization,
+            tokenizer=there.tokenizer or said.tokenizer,
+            generation=said.generation if there.generation is None else there.generation,
+            chat_template=there.chat_template or said.chat_template,
+        )
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -159,6 +178,13 @@ class DiskSource:
         if missing:
             raise Aborted(*(Failure("tensor_missing", "not in this source", tensor=name) for name in missing[:100]))
         return [(self._places[read.name], read) for read in reads]
+
+
+def source_document(source: Source) -> ModelDocument:
+    """What any source says of the model: files beside it, or its manifest."""
+    if isinstance(source, DiskSource):
+        return source.document()
+    return (source.manifest.model if source.manifest is not None else None) or ModelDocument()
 
 
 def _open_shards(

@@ -13,11 +13,12 @@ from transports.base import Box, Read
 from transports.digest import add, region_digest, to_hex
 from transports.disk import DiskSource
 from transports.dtypes import TORCH_DTYPES, byte_shape, is_packed
-from transports.hashes import folder_hashes
+from transports.hashes import folder_document, folder_hashes
 from transports.index import find_layout
 from updater.core.errors import Failure, Rejected, refuse
 from updater.core.policy import SourceLayout
 from updater.manifest import FILE_NAME, Manifest, TensorEntry, TensorSpec
+from updater.model_document import known
 
 Layouts = Sequence[tuple[str, SourceLayout]]
 _SLAB = 32 << 20  # bytes of one tensor held at a time while digesting
@@ -51,6 +52,7 @@ def build_manifest(
         quantization_hash=hashes.quantization,
         ties=_ties(entries) if hashes.tied else (),
         layouts=tuple(layouts),
+        model=known(folder_document(layout.folder, roots)),
     )
 
 

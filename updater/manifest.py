@@ -14,6 +14,8 @@ from math import prod
 
 from updater import wire
 from updater.core.policy import SourceLayout
+from updater.model_config import ConfigRefused
+from updater.model_document import ModelDocument
 
 FILE_NAME = "liveweights.manifest.json"
 #: How the name of a sharded checkpoint's index ends.
@@ -85,7 +87,8 @@ class Manifest:
 
     `ties`: alias name -> canonical name. `ignored`: glob patterns of names that no engine is expected to load.
     `layouts`: (glob pattern of names, `updater.core.policy.SourceLayout`): how tensors lie that hold several of a
-    model's; the first pattern counts.
+    model's; the first pattern counts. `model`: what is compared with an engine's; None in a manifest of before there
+    was one, or of a source that knows none.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -98,12 +101,15 @@ class Manifest:
     ties: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     layouts: tuple[tuple[str, SourceLayout], ...] = ()
+    model: ModelDocument | None = None
 
     def to_json(self) -> str:
         """Canonical: keys sorted, no spaces; what came after 0.1.0 only where it says something."""
         plain = wire.plain(self)
         if not self.layouts:
             del plain["layouts"]
+        if self.model is None:
+            del plain["model"]
         return json.dumps(plain, sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -116,6 +122,11 @@ class Manifest:
     def check(self) -> None:
         if self.format != FORMAT:
             raise wire.WireError("Manifest", "format", f"{self.format} is not {FORMAT}")
+        try:
+            if self.model is not None:
+                self.model.check()
+        except ConfigRefused as error:
+            raise wire.WireError("Manifest", "model", str(error)) from None
         names = [entry.name for entry in self.tensors]
         if names != sorted(set(names)):
             raise wire.WireError("Manifest", "tensors", "names must be sorted and unique")

@@ -67,6 +67,13 @@ class PolicyBody(_Body):
         dict[Glob, Annotated[SourceLayout, Field(strict=False)]],
         Field(max_length=1000, description="How tensors lie that hold several of the model's; the first hit counts."),
     ] = {}
+    require_config: Annotated[
+        bool, Field(description="Refuse a source whose config cannot be compared with the engine's.")
+    ] = False
+    allow_config: Annotated[
+        list[Annotated[str, StringConstraints(min_length=1, max_length=500)]],
+        Field(max_length=1000, description="Keys of config, tokenizer and quantisation that may differ."),
+    ] = []
     new_run: bool = False
     partial: bool = False
     deadline_s: Seconds = 600.0
@@ -242,6 +249,14 @@ class DtypesState(BaseModel):
     replicas: list[str]
 
 
+class ComparedBody(BaseModel):
+    """What of a version, beside its tensors, was held against the engines before the pause: `engine`, or `none`."""
+
+    config: Literal["engine", "none"] = "none"
+    tokenizer: Literal["engine", "none"] = "none"
+    quantisation: Literal["engine", "none"] = "none"
+
+
 class MemberState(BaseModel):
     """One member as the coordinator sees it. `state` is the front's, or `lost`. `hint`: what ends a state in
     which it does not serve; `failures`: why it does not, the front's own first. `release`: of the
@@ -301,6 +316,7 @@ class Receipt(BaseModel):
     manifest_digest: str
     observed: dict[str, str]
     proof: Literal["digests", "structure_only", ""]
+    compared: ComparedBody = ComparedBody()
     install: str
     bytes_read: int
     tensors: int
@@ -404,6 +420,19 @@ class StrangerState(BaseModel):
     state: str
     live_version: str
     live_digest: str
+
+
+class ModelState(BaseModel):
+    """What the fleet's engines run on, beside tensors. `replica`: which of them said so; all members are alike.
+
+    `document`: `updater.model_document.ModelDocument`, or null where no member says one. `manifest_digest`: of what is
+    live; empty where it came without a manifest.
+    """
+
+    version: str | None
+    manifest_digest: str
+    replica: str
+    document: dict[str, Any] | None
 
 
 class FleetState(BaseModel):

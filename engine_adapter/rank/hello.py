@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
-from engine_adapter.base import EngineSpec, RankEngine
+from engine_adapter.base import EngineSpec, KnowsConfig, RankEngine
 from engine_adapter.rank.messages import Hello
+from transports.hashes import folder_document
+from updater.core.errors import Rejected
 from updater.core.participant import RankInfo
+from updater.model_config import bounded, config_part, overlaid, quantisation_part
+from updater.model_document import ModelDocument, config_hash, whole
 
 
 def hello_of(engine: RankEngine, spec: EngineSpec) -> Hello:
@@ -22,13 +25,41 @@ def hello_of(engine: RankEngine, spec: EngineSpec) -> Hello:
         weight_bytes=sum(parameter.local.nbytes for parameter in parameters.values()),
         device=next((str(parameter.local.device) for parameter in parameters.values()), "cpu"),
     )
-    return Hello(info, spec.size, engine.name, engine.capabilities, config_hash(spec.model))
+    model = running_document(spec.model, engine)
+    # Rank 0 says what it is; the others only that it is the same.
+    said = model if spec.rank == 0 else None
+    return Hello(info, spec.size, engine.name, engine.capabilities, config_hash(model), said)
 
 
-def config_hash(model: str) -> str:
-    """SHA-256 hex of the canonical `config.json`, or empty where there is none."""
+def running_document(folder: str, engine: object) -> ModelDocument:
+    """What the engine runs on: the documents of its start folder, and what it was told to read otherwise. Nothing is
+    known of a folder whose files cannot be read: the engine has loaded it all the same.
+    """
     try:
-        config = json.loads((Path(model) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return ""
-    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        model = folder_document(folder, ("/",))
+    except Rejected:
+        return ModelDocument()
+    overrides = dict(engine.config_overrides()) if isinstance(engine, KnowsConfig) else {}
+    return completed(overridden(model, overrides), engine)
+
+
+def overridden(model: ModelDocument, overrides: dict[str, Any]) -> ModelDocument:
+    """Raises ConfigRefused for overrides that cannot be compared."""
+    if not overrides or model.config is None:
+        return model
+    config = bounded(overlaid(model.config, config_part(overrides)))
+    quantization = bounded(
+        overlaid(model.quantization or {}, quantisation_part({"quantization_config": {}} | overrides))
+    )
+    return replace(model, config=config, quantization=quantization)
+
+
+def completed(model: ModelDocument, engine: object) -> ModelDocument:
+    """With what the engine's own config class makes of the config."""
+    if model.config is None or not isinstance(engine, KnowsConfig):
+        return model
+    try:
+        full = dict(engine.completed_config(model.config))
+    except Exception:  # the boundary to a library: what its class cannot read is compared as it is written
+        return model
+    return replace(model, completed=whole(full))

@@ -12,6 +12,7 @@ from transports.base import Box
 from updater.core.errors import Failure
 from updater.core.participant import Offer, RankInfo
 from updater.core.policy import CachePolicy, Capabilities, InstallMode, SourceLayout
+from updater.model_document import ModelDocument
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Hello:
     engine: str
     capabilities: Capabilities
     config_hash: str
+    model: ModelDocument | None = None  # of rank 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class RankPlanReply:
     bytes_to_read: int
     warnings: tuple[str, ...] = ()
     dtypes: tuple[tuple[str, str], ...] = ()
+    model: ModelDocument | None = None  # what the source says of the model, of rank 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,16 @@ from engine_adapter.placement.casts import FLOATS, Cast, cast_between
 from engine_adapter.placement.coverage import check_destination, check_rows, source_boxes
 from engine_adapter.placement.rows import CopyRow, Placement
 from engine_adapter.placement.spelling import Proved, Stated, respelled, shown, stated_layouts
+from engine_adapter.rank.hello import completed
 from engine_adapter.rank.messages import RankPlan, RankPlanReply, SourceBoxes, WireTensor
 from transports.base import Box, Source
-from transports.disk import DiskSource
+from transports.disk import DiskSource, source_document
 from transports.dtypes import DTYPE_NAMES
 from transports.stream import StreamSource
 from updater.core.errors import Failure, Rejected
 from updater.core.participant import Offer, StreamOffer
 from updater.manifest import DTYPE_BITS, Manifest, TensorSpec
+from updater.model_document import ModelDocument
 
 #: (offer, roots, manifest as JSON text or empty, number of this receiver in a stream) -> an opened source.
 Opener = Callable[[Offer, tuple[str, ...], str, int], Source]
@@ -110,7 +112,7 @@ def _planned(
         placement=placement,
         casts=casts,
         own_redundant=own,
-        reply=_reply(engine.rank, placement, specs, own, source, words),
+        reply=_reply(engine.rank, placement, specs, own, source, words, _model(engine, request, source)),
         stated=stated,
     )
 
@@ -134,6 +136,13 @@ def _placed(
     except Rejected as error:
         raise Rejected(*(failure.at(rank=engine.rank) for failure in error.failures)) from None
     return placement, stated, words
+
+
+def _model(engine: RankEngine, request: RankPlan, source: Source) -> ModelDocument | None:
+    """What the source says of the model. The start checkpoint, and what was known before, is compared with nothing."""
+    if engine.rank or request.start or request.known:
+        return None
+    return completed(source_document(source), engine)
 
 
 def _name_failures(placement: Placement) -> list[Failure]:
@@ -192,6 +201,7 @@ def _reply(
     own: tuple[str, ...],
     source: Source,
     words: tuple[str, ...],
+    model: ModelDocument | None,
 ) -> RankPlanReply:
     digests = _manifest_digests(source)
     names = sorted(placement.loaded | {alias for alias, _ in placement.redundant})
@@ -205,6 +215,7 @@ def _reply(
         manifest_digest="" if source.manifest is None else source.manifest.digest,
         bytes_to_read=sum(_nbytes(specs[each.name], box) for each in boxes for box in each.boxes),
         warnings=(*source.warnings, *_warnings(placement, specs, source), *words),
+        model=model,
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from engine_adapter.rank.messages import Hello
 from engine_adapter.replica.front_work import Ranks, perform
 from engine_adapter.replica.seams import Admission
+from updater import wire
 from updater.core import replica as machine
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.core.participant import (
@@ -119,6 +120,7 @@ class Front:
             model=self._identity.model,
             ranks=tuple(hello.info for hello in self._identity.hellos),
             dtypes=self._work.dtypes,
+            document=wire.encode(first.model).decode() if first.model is not None else "",
         )
 
     def digest_of(self, version: str) -> str:

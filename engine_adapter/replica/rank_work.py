@@ -34,6 +34,7 @@ from engine_adapter.rank.messages import (
     RankVerifyReply,
 )
 from engine_adapter.replica.agreement import agree, mismatches, not_proven, same_build, warnings
+from engine_adapter.replica.config_check import check_config
 from engine_adapter.replica.planned import Planned, first_seat, require_digests, with_digests
 from engine_adapter.replica.seams import Admission, Pool
 from updater.core.dtypes import Rules, merged
@@ -176,6 +177,7 @@ class RankWork:
         first = planned.replies[0]
         if request.require_digests and not isinstance(request.offer, StreamOffer):  # a stream's may come at its end
             require_digests(first.tensors)
+        notes, compared = check_config(first.model, self._pool.hellos, request)
         self._planned = planned
         return PlanReply(
             fence=request.fence,
@@ -183,8 +185,9 @@ class RankWork:
             tensors=len(first.tensors),
             bytes_to_read=sum(reply.bytes_to_read for reply in planned.replies),
             install=install,
-            warnings=(*self._warnings, *warnings(planned.replies)),
+            warnings=(*self._warnings, *warnings(planned.replies), *notes),
             seconds=time.monotonic() - began,
+            compared=compared,
         )
 
     async def _fan_out_plan(self, plan: RankPlan, request: PlanRequest | None, install: InstallMode) -> Planned:

@@ -13,6 +13,7 @@ from typing import Any
 
 from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter, PausePoint, TokenEvent
 from engine_adapter.placement.rows import Placement
+from engine_adapter.vllm.configs import hf_completed, hf_overrides
 from engine_adapter.vllm.connectors import connectors, named
 from engine_adapter.vllm.parameters import collect
 from engine_adapter.vllm.recording import RecordedPlacements
@@ -87,6 +88,12 @@ class VllmRankEngine:
 
     def placement(self, specs: Mapping[str, TensorSpec]) -> Placement:
         return self._placements.placement(specs)
+
+    def config_overrides(self) -> Mapping[str, Any]:
+        return hf_overrides(self._worker.vllm_config.model_config)
+
+    def completed_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return hf_completed(self._worker.vllm_config.model_config, config)
 
     def stand(self, number: int) -> None:
         """On the worker's own thread, between two steps, while the scheduler is paused. `number`: of this pause."""

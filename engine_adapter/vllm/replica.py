@@ -8,11 +8,12 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from engine_adapter.rank.hello import config_hash
+from engine_adapter.rank.hello import running_document
 from engine_adapter.replica.app import ReplicaFace
 from engine_adapter.replica.life import FrontLife, Membership
 from engine_adapter.replica.rank_work import RankWork
 from engine_adapter.vllm import settings as settings_of
+from engine_adapter.vllm.configs import ServerConfig
 from engine_adapter.vllm.connectors import connectors
 from engine_adapter.vllm.control import EngineControl
 from engine_adapter.vllm.pool import AttachedPool
@@ -78,10 +79,13 @@ class VllmReplica:
     ) -> tuple[ReloadRanks, ReloadRanks]:
         """One object in the place of both: a front's life asks a pool for nothing but who its ranks are."""
         size, device = int(config.parallel_config.world_size), str(config.device_config.device_type)
-        hellos = make_hellos(size, device, config_hash(str(model)), why)
+        knows = ServerConfig(config.model_config)
+        hellos = make_hellos(size, device, running_document(str(model), knows), why)
         for note in hellos[0].capabilities.notes:
             _log.warning("%s: %s", self.settings.replica, note)
-        ranks = ReloadRanks(control, self.gate, str(model), roots, hellos, reload_s=self.settings.reload_s)
+        ranks = ReloadRanks(
+            control, self.gate, str(model), roots, hellos, reload_s=self.settings.reload_s, knows_config=knows
+        )
         return ranks, ranks
 
     async def check(self) -> None:

@@ -13,14 +13,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("updater", "transports", "engine_adapter", "trainer_side")
 
+#: What a version is beside its tensors.
+MODEL = ("updater.model_config", "updater.model_document", "updater.model_tokenizer")
+
 #: package -> what it may import of ours, besides itself. A prefix covers what lies under it.
 ALLOWED = {
     "updater": (),
-    "transports": ("updater.core", "updater.manifest", "updater.names", "updater.wire"),
+    "transports": ("updater.core", "updater.manifest", *MODEL, "updater.names", "updater.wire"),
     "engine_adapter": (
         "transports",
         "updater.core",
         "updater.manifest",
+        *MODEL,
         "updater.names",
         "updater.wire",
         "updater.connections",
@@ -33,6 +37,7 @@ ALLOWED = {
         "transports",
         "updater.core",
         "updater.manifest",
+        *MODEL,
         "updater.names",
         "updater.wire",
         "updater.http",
@@ -42,7 +47,14 @@ ALLOWED = {
     ),
 }
 #: Composition roots: they put the parts together and may import everything.
-ROOTS = {"updater.cli.main", "updater.cli.inspect", "updater.cli.watch", "updater.demo.main", "updater.demo.spoil"}
+ROOTS = {
+    "updater.cli.main",
+    "updater.cli.inspect",
+    "updater.cli.against",
+    "updater.cli.watch",
+    "updater.demo.main",
+    "updater.demo.spoil",
+}
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -35,6 +35,7 @@ ROUTES = {
     "GET /v1/version",
     "GET /v1/fleet",
     "GET /v1/fleet/dtypes",
+    "GET /v1/fleet/model",
     "GET /v1/history",
     "POST /v1/fleet/replicas",
     "GET /v1/fleet/replicas/{replica}",
@@ -84,7 +85,7 @@ def test_roots_are_resolved_and_default_to_the_state_folder(tmp_path: Path) -> N
 def test_the_defaults_of_the_api_are_those_of_the_core() -> None:
     body = PolicyBody().model_dump()
     core = {name: getattr(Policy(), name) for name in Policy.__slots__}
-    core |= {name: list(core[name]) for name in ("allow_narrowing", "allow_suspicious")}
+    core |= {name: list(core[name]) for name in ("allow_narrowing", "allow_suspicious", "allow_config")}
     core["layouts"] = dict(core["layouts"])
     assert body == core
 

@@ -18,6 +18,7 @@ from transports.disk import DiskSource
 from transports.dtypes import TORCH_DTYPES, byte_shape, is_packed
 from updater.core.errors import Aborted, Rejected
 from updater.manifest import TensorSpec
+from updater.model_document import known as known_model
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,6 +28,7 @@ class FolderSource(PartsSource):
     """A safetensors file or directory. Its files stay open until `close`, or until nothing refers to the source.
 
     Digests are those of its manifest; a bare folder has none, and its tensors are digested as they pass.
+    `model`: what the files beside the weights say of it; None where they say nothing.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class FolderSource(PartsSource):
         casts.check(disk.specs)
         super().__init__(parts, manifest.ties if manifest else (), group=group, sender_rank=sender_rank)
         self._disk = disk
+        self.model = known_model(disk.document())
 
     def check_untouched(self) -> None:
         """Raises Rejected `source_changed`, `source_missing`: the files are not those that were opened."""

@@ -18,11 +18,13 @@ from engine_adapter.placement.declared import Rules, Target, declare
 from engine_adapter.placement.layouts import Heads, Layout, Sharded
 from engine_adapter.placement.rows import CopyRow, Placement
 from engine_adapter.transformers.families import DENSE, rules_of
+from trainer_side.client import Client
 from transports.base import Read
 from transports.disk import DiskSource
 from transports.dtypes import TORCH_DTYPES
 from transports.inspect import RankReport, Report, inspect
 from updater import wire
+from updater.cli import against as compared
 from updater.cli import views
 from updater.core.errors import refuse
 from updater.manifest import TensorSpec
@@ -30,14 +32,22 @@ from updater.manifest import TensorSpec
 SHOWN_FAULTS = 40
 
 
-def run(path: Path, tp: int | None, *, as_json: bool) -> bool:
-    """Print the report. True if the checkpoint has faults."""
+#: (client of a coordinator, its URL, keys that may differ)
+Fleet = tuple[Client, str, tuple[str, ...]]
+
+
+def run(path: Path, tp: int | None, *, as_json: bool, against: Fleet | None = None) -> bool:
+    """Print the report. True if the checkpoint has faults, or the fleet would refuse it."""
     report = look(path, tp)
+    held = compared.look(path, *against) if against is not None else None
     if as_json:
-        views.print_json(wire.plain(report) | {"sound": report.sound})
+        beside = {} if held is None else {"against": wire.plain(held)}
+        views.print_json(wire.plain(report) | {"sound": report.sound} | beside)
     else:
         _print(report)
-    return not report.sound
+        if held is not None:
+            compared.show(held)
+    return not report.sound or (held is not None and bool(held.refused))
 
 
 def look(path: Path, tp: int | None) -> Report:

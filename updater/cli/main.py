@@ -64,6 +64,10 @@ Layouts = Annotated[
     list[str] | None,
     typer.Option("--layout", help="How tensors lie that hold several, PATTERN=KIND; repeatable: docs/checkpoints.md."),
 ]
+AllowConfig = Annotated[
+    list[str] | None,
+    typer.Option("--allow-config", help="Key of the config in which it may differ from the engine; repeatable."),
+]
 DEFAULT_URL = "http://127.0.0.1:8700"
 MANIFEST = "liveweights.manifest.json"
 
@@ -197,6 +201,8 @@ def push(
     allow_nonfinite: Annotated[bool, typer.Option(help="Accept NaN and infinity.")] = False,
     allow_suspicious: Suspicious = None,
     layout: Layouts = None,
+    require_config: Annotated[bool, typer.Option(help="Refuse a config that cannot be compared.")] = False,
+    allow_config: AllowConfig = None,
     new_run: Annotated[bool, typer.Option(help="Open the next run; VERSION is a step of it.")] = False,
     manifest: Annotated[bool, typer.Option(help="Write the manifest beside the checkpoint first.")] = False,
     id: Annotated[str | None, typer.Option(help="Idempotency key; default: run-step; fresh for a stream.")] = None,
@@ -221,6 +227,8 @@ def push(
             "allow_nonfinite": allow_nonfinite,
             "allow_suspicious": list(allow_suspicious or ()),
             "layouts": {glob: kind.value for glob, kind in map(_layout, layout or ())},
+            "require_config": require_config,
+            "allow_config": list(allow_config or ()),
             "new_run": new_run,
         },
     }
@@ -420,13 +428,21 @@ def manifest(
 def inspect(
     directory: Annotated[Path, typer.Argument(help="Checkpoint folder or file.")],
     tp: Annotated[int | None, typer.Option(min=1, help="Also say what a rank of TP=N would read.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="URL of a coordinator: also compare with what its fleet runs on.")
+    ] = None,
+    allow_config: AllowConfig = None,
     as_json: Json = False,
 ) -> None:
     """Files, tensors, bytes, dtypes, and every fault with its place. Exit code 1 if there are faults."""
     from updater.cli import inspect
 
     with _errors(as_json):
-        raise typer.Exit(Exit.REFUSED if inspect.run(directory, tp, as_json=as_json) else Exit.OK)
+        if against is None:
+            raise typer.Exit(Exit.REFUSED if inspect.run(directory, tp, as_json=as_json) else Exit.OK)
+        with _client(against) as client:
+            faulty = inspect.run(directory, tp, as_json=as_json, against=(client, against, tuple(allow_config or ())))
+        raise typer.Exit(Exit.REFUSED if faulty else Exit.OK)
 
 
 @app.command()

@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable
 
+from updater import wire
 from updater.coordinator.callers import Callers
 from updater.coordinator.clock import Clock, LoopClock
 from updater.coordinator.desk import Desk
@@ -36,7 +37,7 @@ from updater.core.errors import Failure, Unavailable
 from updater.core.participant import Call, Claim, Claimed, Description, DiskOffer, Kind
 from updater.core.state import FleetState, Member, Phase, Standing
 from updater.core.waiting import obstacle
-from updater.schemas import DtypesState, MemberState, VersionState
+from updater.schemas import DtypesState, MemberState, ModelState, VersionState
 from updater.schemas import FleetState as FleetView
 from updater.settings import Settings
 
@@ -297,6 +298,15 @@ class Coordinator:
         if member is None:
             raise self.desk.error(Failure("not_found", "no such member", replica=replica))
         return self._view(member)
+
+    async def model(self) -> ModelState:
+        found, live = await self.joins.model(), self.state.live
+        return ModelState(
+            version=self.live_version,
+            manifest_digest=live.manifest_digest if live is not None else "",
+            replica=found[0] if found is not None else "",
+            document=wire.plain(found[1]) if found is not None else None,
+        )
 
     def fleet(self) -> FleetView:
         state = self.state

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from updater.coordinator.sources import UNSEEN, Seen
-from updater.core.participant import PlanReply
+from updater.core.participant import NOT_COMPARED, Compared, PlanReply
 from updater.core.state import Transaction
 
 
@@ -26,6 +26,7 @@ class Facts:
     warnings: tuple[str, ...] = ()
     phases_ms: dict[str, float] = field(default_factory=dict)
     source: Seen = UNSEEN
+    compared: Compared = NOT_COMPARED
 
 
 def facts_of(
@@ -47,4 +48,5 @@ def facts_of(
         warnings=tuple(dict.fromkeys([*(line for plan in replies for line in plan.warnings), *update.warnings])),
         phases_ms=dict(phases_ms),
         source=source,
+        compared=update.compared,
     )

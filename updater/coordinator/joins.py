@@ -11,12 +11,14 @@ from updater.coordinator.desk import Desk
 from updater.coordinator.journal import Journal, Member
 from updater.coordinator.machine import Machine
 from updater.coordinator.membership import Contact, Directory
+from updater.coordinator.models import Models
 from updater.coordinator.participants import Barred, Participant, ParticipantFactory, Refusal, Unreachable
 from updater.core import events as ev
 from updater.core.effects import Denied
 from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.core.participant import Description, StatusRequest
 from updater.core.waiting import obstacle
+from updater.model_document import ModelDocument
 from updater.schemas import MemberState
 from updater.settings import Deadlines
 
@@ -47,6 +49,7 @@ class Joins:
         self._machine, self._desk, self._deadlines = machine, desk, deadlines
         self._clock = clock
         self._refused: dict[str, tuple[float, Failure]] = {}
+        self._models = Models(directory, deadlines.status_s)
         self._locks: dict[str, asyncio.Lock] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._obeys: dict[str, asyncio.Event] = {}
@@ -76,8 +79,9 @@ class Joins:
             try:
                 description = await self.describe(replica, url, participant)
                 old_gone = await self._old_gone(replica)
+                differs = await self._models.differs(self._machine.state, description)
                 self._desk.must_run()
-                self._take_in(replica, Contact(participant, description, description.status), old_gone)
+                self._take_in(replica, Contact(participant, description, description.status), old_gone, differs)
             except BaseException:
                 await participant.close()
                 raise
@@ -103,6 +107,10 @@ class Joins:
         if said is not None:
             said.set()
 
+    async def model(self) -> tuple[str, ModelDocument] | None:
+        """(a member, what its engine runs on), of the first that says so."""
+        return await self._models.of_fleet(self._machine.state)
+
     def reach(self, replica: str, url: str) -> Participant:
         """The participant at a URL that came from outside."""
         try:
@@ -110,14 +118,14 @@ class Joins:
         except ValueError as error:
             raise self._desk.error(Failure("bad_request", str(error), replica=replica)) from None
 
-    def _take_in(self, replica: str, contact: Contact, old_gone: bool) -> None:
+    def _take_in(self, replica: str, contact: Contact, old_gone: bool, differs: tuple[Failure, ...] | None) -> None:
         """Nothing is awaited between the machine's answer and the contact that its messages go to."""
         if contact.description is None:
             raise ValueError("a joiner has to be described")
         known = self._machine.state.member(replica) is not None
         before = self._directory.get(replica)
         self._directory.put(replica, contact)
-        answer = self._machine.ask(ev.Joined(contact.description, old_gone))
+        answer = self._machine.ask(ev.Joined(contact.description, old_gone, differs))
         if isinstance(answer, Denied):
             if before is not None and known:
                 self._directory.put(replica, before)

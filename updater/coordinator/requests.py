@@ -172,7 +172,7 @@ def _label(text: str, field: str) -> Version:
 
 #: Fields of a policy that came after 0.1.0. Where they say nothing they are left out, so that a request of before an
 #: upgrade is still the same one.
-_LATER = ("allow_suspicious", "layouts")
+_LATER = ("allow_suspicious", "layouts", "require_config", "allow_config")
 
 
 def _hashed(kind: Kind, request: UpdateRequest | RollbackRequest) -> tuple[str, str]:

@@ -13,9 +13,9 @@ from updater.coordinator.sources import UNSEEN, Seen
 from updater.coordinator.timeline import Timeline
 from updater.core.effects import Outcome, Result
 from updater.core.errors import IN_RECEIPT, grouped, worth_a_retry
-from updater.core.participant import Kind, PlanReply, VerifyReply
+from updater.core.participant import NOT_COMPARED, Compared, Kind, PlanReply, VerifyReply
 from updater.receipts import group_body
-from updater.schemas import FailureBody, MemberState, ProgressState, Receipt, UpdateState
+from updater.schemas import ComparedBody, FailureBody, MemberState, ProgressState, Receipt, UpdateState
 
 _SHORTENED = "this receipt is old: members, times and warnings are no longer kept"
 _RESTARTED = "the coordinator was restarted meanwhile: not all times of this update are known"
@@ -146,6 +146,7 @@ def receipt_of(
         manifest_digest=result.manifest_digest,
         observed=dict(update.observed) or facts.observed,
         proof=_proof(result.proof or facts.proof),
+        compared=_compared(result.compared if result.compared != NOT_COMPARED else facts.compared),
         install=next((plan.install.value for plan in plans), facts.install),
         bytes_read=result.bytes_read or facts.bytes_read,
         tensors=max((plan.tensors for plan in plans), default=facts.tensors),
@@ -188,6 +189,10 @@ def failure_body(failure: Any) -> FailureBody:
         file=failure.file,
         hint=failure.hint,
     )
+
+
+def _compared(compared: Compared) -> ComparedBody:
+    return ComparedBody(config=compared.config, tokenizer=compared.tokenizer, quantisation=compared.quantisation)
 
 
 def _proof(text: str) -> Any:

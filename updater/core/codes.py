@@ -147,7 +147,16 @@ TABLE: dict[str, Code] = {
         "The policy or the transport asks for digests, and there is no manifest that has them.",
         hint="write one: liveweights manifest DIR",
     ),
-    "config_mismatch": Code(422, "The checkpoint's config, tokenizer or quantisation is not that of the engine."),
+    "config_mismatch": Code(
+        422,
+        "The checkpoint's config, tokenizer or quantisation is not that of the engine.",
+        hint="allow_config=[KEY] (--allow-config KEY) takes it all the same; the engine keeps its own value",
+    ),
+    "config_required": Code(
+        422,
+        "The policy asks for a config that is compared, and the source or the engine has none.",
+        hint="put config.json beside the weights, or name it with config_from",
+    ),
     "tensor_missing": Code(422, "A tensor that the engine needs is not in the source."),
     "tensor_unexpected": Code(422, "The source has a tensor that no engine takes."),
     "tensor_duplicate": Code(422, "Two tensors of the source have one name."),

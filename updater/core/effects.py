@@ -12,8 +12,8 @@ from enum import StrEnum
 from typing import Any
 
 from updater.core.errors import Failure
+from updater.core.participant import NOT_COMPARED, Compared, Fence, Kind, Offer
 from updater.core.participant import Claimed as Claimed
-from updater.core.participant import Fence, Kind, Offer
 from updater.core.policy import Policy
 from updater.core.version import Version
 
@@ -102,6 +102,7 @@ class Result:
     members: tuple[MemberFacts, ...]
     live: Label | None
     rollback_to: Label | None
+    compared: Compared = NOT_COMPARED
 
 
 # --- to clients: exactly one of these per client event

@@ -77,11 +77,13 @@ class Joined:
 
     `old_gone`: the process that holds this id under another incarnation missed as many probes as make it lost, or
     another one answers in its place. Without it the second of two processes with one id is denied
-    (`replica_id_taken`).
+    (`replica_id_taken`). `differs`: what its config has other than the members', where the shell could compare them;
+    None: the hashes have to do.
     """
 
     description: Description
     old_gone: bool = False
+    differs: tuple[Failure, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

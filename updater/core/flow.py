@@ -391,6 +391,7 @@ def result(state: FleetState, update: Transaction, outcome: Outcome) -> Result:
         members=tuple(_facts(member, participants) for member in state.members),
         live=state.live.label if state.live else None,
         rollback_to=state.rollback_to,
+        compared=update.compared,
     )
 
 

@@ -21,6 +21,7 @@ from updater.core.participant import (
     FrontStatus,
     ResumeRequest,
     SpareState,
+    same_definition,
 )
 from updater.core.release import mismatch
 from updater.core.requests import first_word, live
@@ -44,8 +45,9 @@ def joined(state: FleetState, event: Joined) -> Moved:
         return after, (Accepted(""), *more)
     state = _with_history(state, status)
     problem = _join_problem(state, known, event)
-    if problem is not None:
-        return state, (Denied((problem,)),)
+    problems = (problem,) if problem is not None else _config_problems(state, event)
+    if problems:
+        return state, (Denied(problems),)
     effects: tuple[Effect, ...] = ()
     if known is not None:
         gone = Failure("replica_lost", "came back as another process", replica=known.replica)
@@ -78,7 +80,7 @@ def adopt_needed(replica: str, fleet: str) -> Failure:
 
 
 def _join_problem(state: FleetState, known: Member | None, event: Joined) -> Failure | None:
-    status, config = event.description.status, event.description.config_hash
+    status = event.description.status
     if state.hold is not None and not state.listening:
         return state.hold
     foreign = mismatch(status)
@@ -97,10 +99,19 @@ def _join_problem(state: FleetState, known: Member | None, event: Joined) -> Fai
         return Failure("adopt_needed", "serves already, but this coordinator knows no history", replica=status.replica)
     if status.state is not FrontState.JOINING:
         return Failure("wrong_phase", f"is {status.state.value}; only a restart can join", replica=status.replica)
-    others = {member.config_hash for member in state.members if member.replica != status.replica} - {""}
-    if config and others and config not in others:
-        return Failure("config_mismatch", "has another model config than the fleet", replica=status.replica)
     return None
+
+
+def _config_problems(state: FleetState, event: Joined) -> tuple[Failure, ...]:
+    """Replicas of one fleet run on one config. A hash of another definition says nothing of it."""
+    if event.differs is not None:
+        return event.differs
+    replica, mine = event.description.status.replica, event.description.config_hash
+    others = {member.config_hash for member in state.members if member.replica != replica}
+    others = {other for other in others if same_definition(mine, other)}
+    if not others or mine in others:
+        return ()
+    return (Failure("config_mismatch", "has another model config than the fleet", replica=replica),)
 
 
 def _newcomer(state: FleetState, description: Description) -> Member:

@@ -186,7 +186,11 @@ class FrontStatus:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a front says of itself before it joins. `dtypes`: see `updater.core.dtypes`; empty where not known."""
+    """What a front says of itself before it joins. `config_hash` names its definition (`v2:...`). `dtypes`: see
+    `updater.core.dtypes`; empty where not known.
+
+    `document`: `updater.model_document.ModelDocument` as JSON, or empty; the machine does not look into it.
+    """
 
     status: FrontStatus
     engine: str
@@ -196,6 +200,12 @@ class Description:
     model: str
     ranks: tuple[RankInfo, ...]
     dtypes: tuple[tuple[str, str], ...] = ()
+    document: str = ""
+
+
+def same_definition(one: str, other: str) -> bool:
+    """Whether two config hashes can be compared: they name one definition. Those of release 0.1.0 name none."""
+    return ":" in one and one.partition(":")[0] == other.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +307,35 @@ class PlanRequest:
     allow_nonfinite: bool
     allow_suspicious: tuple[str, ...] = ()
     layouts: tuple[tuple[str, SourceLayout], ...] = ()
+    require_config: bool = False
+    allow_config: tuple[str, ...] = ()
+
+
+Held = Literal["engine", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What of a version, beside its tensors, was held against the engine that takes it: `engine`, or `none`."""
+
+    config: Held = "none"
+    tokenizer: Held = "none"
+    quantisation: Held = "none"
+
+    def both(self, other: Compared) -> Compared:
+        """What holds of two engines."""
+
+        def held(mine: Held, theirs: Held) -> Held:
+            return mine if mine == theirs else "none"
+
+        return Compared(
+            held(self.config, other.config),
+            held(self.tokenizer, other.tokenizer),
+            held(self.quantisation, other.quantisation),
+        )
+
+
+NOT_COMPARED = Compared()
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +349,7 @@ class PlanReply:
     install: InstallMode  # what `auto` resolved to
     warnings: tuple[str, ...] = ()
     seconds: float = 0.0
+    compared: Compared = NOT_COMPARED
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,8 @@ class Policy:
     allow_nonfinite: bool = False
     allow_suspicious: tuple[str, ...] = ()  # glob patterns of tensors that may hold no normal number
     layouts: tuple[tuple[str, SourceLayout], ...] = ()  # (glob pattern of tensors, how they lie); the first hit counts
+    require_config: bool = False  # refuse a source whose config was not compared with the engine's
+    allow_config: tuple[str, ...] = ()  # keys of the config, the tokenizer and the quantisation that may differ
     new_run: bool = False
     partial: bool = False
     deadline_s: float = 600.0  # the whole of PLANNING to READY

@@ -40,6 +40,8 @@ def _plan(state: FleetState, update: Transaction, fence: Fence) -> PlanRequest:
         allow_nonfinite=policy.allow_nonfinite,
         allow_suspicious=policy.allow_suspicious,
         layouts=policy.layouts,
+        require_config=policy.require_config,
+        allow_config=policy.allow_config,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from updater.core.effects import Label, Outcome, Record, Send
 from updater.core.errors import Failure
 from updater.core.events import Begin
-from updater.core.participant import Fence, Kind, Offer, StreamOffer
+from updater.core.participant import NOT_COMPARED, Compared, Fence, Kind, Offer, StreamOffer
 from updater.core.policy import Policy
 from updater.core.version import START, Version
 
@@ -123,6 +123,7 @@ class Transaction:
     bytes_read: int = 0
     tensors_changed: int = 0
     warnings: tuple[str, ...] = ()
+    compared: Compared = NOT_COMPARED
     aborted_requests: int = 0
     requeued_requests: int = 0
 

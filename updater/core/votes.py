@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 from updater.core.errors import Failure
-from updater.core.participant import Kind, PauseReply, PlanReply, StageReply, VerifyReply
+from updater.core.participant import Compared, Kind, PauseReply, PlanReply, StageReply, VerifyReply
 from updater.core.policy import InstallMode
 from updater.core.state import Phase, Transaction
 
@@ -81,7 +82,13 @@ def _warnings(replies: list[Any]) -> list[str]:
 def _collect_plans(update: Transaction, plans: dict[str, PlanReply]) -> Transaction:
     digests = [plan.manifest_digest for plan in plans.values()]
     one_way = frozenset(name for name, plan in plans.items() if plan.install is InstallMode.NONE)
-    return replace(update, manifest_digest=digests[0] if digests else "", one_way=one_way)
+    compared = [plan.compared for plan in plans.values()]
+    return replace(
+        update,
+        manifest_digest=digests[0] if digests else "",
+        one_way=one_way,
+        compared=functools.reduce(Compared.both, compared) if compared else update.compared,
+    )
 
 
 def _collect_votes(update: Transaction, votes: list[VerifyReply]) -> Transaction:

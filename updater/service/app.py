@@ -26,6 +26,7 @@ from updater.schemas import (
     FleetState,
     JoinBody,
     MemberState,
+    ModelState,
     Receipt,
     RollbackRequest,
     SealBody,
@@ -89,6 +90,7 @@ class _Face:
         app.get("/v1/fleet/replicas/{replica}", response_model=MemberState)(self.member)
         app.post("/v1/fleet/replicas/{replica}/claim", response_model=ClaimState)(self.claim)
         app.delete("/v1/fleet/replicas/{replica}", status_code=204, response_class=Response)(self.leave)
+        app.get("/v1/fleet/model", response_model=ModelState)(self.model)
         app.post("/v1/fleet/adopt", response_model=FleetState)(self.adopt)
 
     def add_health(self, app: FastAPI) -> None:
@@ -186,6 +188,9 @@ class _Face:
 
     async def dtypes(self) -> DtypesState:
         return self._coordinator.dtypes()
+
+    async def model(self) -> ModelState:
+        return await self._coordinator.model()
 
     async def history(self, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> dict[str, list[Receipt]]:
         return {"receipts": self._desk.history(limit)}

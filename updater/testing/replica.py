@@ -148,7 +148,7 @@ class SimulatedReplica:
         status = replica_machine.status(self.state, now, asleep=self.asleep)
         ranks = tuple(RankInfo(number, 0, 1, 1) for number in range(len(self.ranks)))
         capabilities = Capabilities(CELLS)
-        return Description(status, "simulated", f"sim://{self.name}", capabilities, "config", "model", ranks)
+        return Description(status, "simulated", f"sim://{self.name}", capabilities, "v2:config", "model", ranks)
 
     # --- what its ranks do
 

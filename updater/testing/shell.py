@@ -168,7 +168,7 @@ class Shell:
             self.disk.remove(status.replica)
             self.removed.add((known.replica, known.incarnation))
         self.disk.gone = [pair for pair in self.disk.gone if pair != (status.replica, status.incarnation)]
-        known = lineage.KnownMember(status.replica, status.incarnation, event.description.url, "config")
+        known = lineage.KnownMember(status.replica, status.incarnation, event.description.url, "v2:config")
         self.disk.members[status.replica] = known
 
     def do_effects(self, effects: tuple[Effect, ...]) -> None:

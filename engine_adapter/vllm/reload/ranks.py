@@ -7,19 +7,23 @@ late or is to be taken back ends the replica: it stays shut until vLLM is starte
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 
 from engine_adapter.placement.suspicious import judge
+from engine_adapter.rank.hello import completed
 from engine_adapter.rank.messages import Hello
+from engine_adapter.replica.config_check import check_config
 from engine_adapter.replica.rank_work import Deadlines
 from engine_adapter.vllm.control import EngineControl
 from engine_adapter.vllm.reload.source import Content
-from engine_adapter.vllm.reload.staging import FrontStaging
+from engine_adapter.vllm.reload.staging import FrontStaging, Planned
 from engine_adapter.vllm.traffic.gate import VllmGate
 from updater.core.dtypes import Rules
 from updater.core.errors import Aborted, Failure, Rejected, refuse
 from updater.core.participant import (
+    Compared,
     DiskOffer,
     FenceRequest,
     InvalidateRequest,
@@ -38,6 +42,7 @@ from updater.core.participant import (
 )
 from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode, Policy
 from updater.core.version import START
+from updater.model_document import ModelDocument, config_hash
 
 _log = logging.getLogger("liveweights.front")
 
@@ -84,6 +89,7 @@ class ReloadRanks:
         *,
         reload_s: float = 600.0,
         deadlines: Deadlines | None = None,
+        knows_config: object = None,
     ) -> None:
         self._control, self._gate = control, gate
         self._model = model
@@ -93,6 +99,7 @@ class ReloadRanks:
         self.dtypes: Rules = ()  # vLLM's own loaders decide
         self._files = FrontStaging(model, roots, hellos[0].info.device)
         self._live: Content | None = None
+        self._knows_config = knows_config
         self._in_doubt = ""  # since a reload began, until it is published: what became of it
 
     # --- start
@@ -125,6 +132,7 @@ class ReloadRanks:
     async def plan(self, request: PlanRequest) -> PlanReply:
         began = time.monotonic()
         update = await self._files.open(request, self._plain(request))
+        notes, compared = await asyncio.to_thread(self._check_config, update, request)
         manifest = update.source.manifest
         return PlanReply(
             fence=request.fence,
@@ -132,9 +140,16 @@ class ReloadRanks:
             tensors=len(update.source.specs),
             bytes_to_read=update.total,
             install=InstallMode.NONE,
-            warnings=(*self.hellos[0].capabilities.notes, *update.source.warnings),
+            warnings=(*self.hellos[0].capabilities.notes, *update.source.warnings, *notes),
             seconds=time.monotonic() - began,
+            compared=compared,
         )
+
+    def _check_config(self, update: Planned, request: PlanRequest) -> tuple[tuple[str, ...], Compared]:
+        """Reads files: not on the event loop."""
+        known = request.kind is Kind.CATCH_UP
+        theirs = None if known else completed(update.source.document(), self._knows_config)
+        return check_config(theirs, self.hellos, request)
 
     def _plain(self, request: PlanRequest) -> DiskOffer:
         """Raises Rejected for everything that this mode does not do."""
@@ -284,7 +299,8 @@ class ReloadRanks:
         self._files.close()
 
 
-def make_hellos(size: int, device: str, config_hash: str, notes: tuple[str, ...]) -> tuple[Hello, ...]:
+def make_hellos(size: int, device: str, model: ModelDocument, notes: tuple[str, ...]) -> tuple[Hello, ...]:
     """What ranks would say that do not speak with us: no process ids, no bytes. `notes`: why this mode."""
     can = capabilities(notes)
-    return tuple(Hello(RankInfo(rank, 0, 0, 0, device), size, NAME, can, config_hash) for rank in range(size))
+    name = config_hash(model)
+    return tuple(Hello(RankInfo(rank, 0, 0, 0, device), size, NAME, can, name, model) for rank in range(size))

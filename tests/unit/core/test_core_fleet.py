@@ -26,7 +26,7 @@ from updater.core.events import (
     Seal,
     Seen,
 )
-from updater.core.participant import DiskOffer, FrontState, Kind, PauseReply, SpareState
+from updater.core.participant import Compared, DiskOffer, FrontState, Kind, PauseReply, SpareState
 from updater.core.policy import CommitMode, InFlight, InstallMode, OnBusy, Policy
 from updater.core.state import FleetState, Phase, Standing
 from updater.core.version import START, Version
@@ -157,6 +157,22 @@ def test_a_stopped_coordinator_denies_everything(sim: Simulation) -> None:
 # --- joining and leaving
 
 
+@pytest.mark.case("F02")
+def test_a_hash_of_another_definition_says_nothing(sim: Simulation) -> None:
+    description = sim.start_replica("c").describe(0.0)
+    for event in (Joined(replace(description, config_hash="a" * 64)), Joined(replace(description, config_hash=""))):
+        assert isinstance(fleet.step(state(sim), event)[1][0], Accepted)
+    assert isinstance(
+        fleet.step(state(sim), Joined(replace(description, config_hash="v2:b"), differs=()))[1][0], Accepted
+    )
+
+
+@pytest.mark.case("F01")
+def test_a_fleet_compared_what_all_its_engines_compared() -> None:
+    both = Compared("engine", "engine", "none").both(Compared("engine", "none", "none"))
+    assert both == Compared("engine", "none", "none")
+
+
 def test_who_may_not_join(sim: Simulation) -> None:
     joiner = sim.start_replica("c")
     description = joiner.describe(0.0)
@@ -167,7 +183,9 @@ def test_who_may_not_join(sim: Simulation) -> None:
     assert denied(sim, with_status(fleet="other")) == "bad_request"
     assert denied(sim, with_status(state=FrontState.PAUSED)) == "wrong_phase"
     assert denied(sim, with_status(state=FrontState.OPEN)) == "wrong_phase"
-    assert denied(sim, Joined(replace(description, config_hash="another"))) == "config_mismatch"
+    assert denied(sim, Joined(replace(description, config_hash="v2:another"))) == "config_mismatch"
+    differs = (Failure("config_mismatch", "x is 1 in this replica, 2 in replica a", replica="c"),)
+    assert denied(sim, Joined(description, differs=differs)) == "config_mismatch"
     nothing_live = FleetState("fleet", 1)
     assert code(fleet.step(nothing_live, with_status(state=FrontState.OPEN))[1][0]) == "adopt_needed"
     assert denied(sim, Left("nobody")) == "not_found"

@@ -56,6 +56,7 @@ OF_PUSHER = {
 OF_PUSH = {
     "policy": None,
     "allow_suspicious": (),
+    "allow_config": (),
     "layouts": None,
     "hooks": None,
     "id": None,
@@ -103,6 +104,12 @@ def test_what_is_said_of_layouts_is_part_of_the_policy(coordinator: FakeCoordina
     first, *rest = [list(body["policy"]["layouts"].items()) for body in coordinator.bodies]
     assert first == [("b", "by_kv_head")]
     assert rest == [[("b", "by_kv_head"), ("a", "stacked")]] * 2
+
+
+@pytest.mark.case("F01")
+def test_keys_that_may_differ_are_part_of_the_policy(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    push(tmp_path, 7, url=coordinator.url, token="", policy={"allow_config": ["a"]}, allow_config=["rope_theta", "a"])
+    assert [body["policy"] for body in coordinator.bodies] == [{"allow_config": ["a", "rope_theta"]}]
 
 
 @pytest.mark.parametrize("call", [Pusher, lambda **more: push({}, 7, **more), lambda **more: push_async({}, 7, **more)])

@@ -44,6 +44,7 @@ from updater.core.participant import (
 )
 from updater.core.policy import CachePolicy, InFlight, InstallMode
 from updater.manifest import content_digest
+from updater.model_document import ModelDocument
 
 Tensors = dict[str, torch.Tensor]
 CLEAR = ["reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"]
@@ -132,7 +133,7 @@ class World:
         self.start, self.second = write(self.home / "start", tensors(1)), write(self.home / "second", tensors(2))
         control = ReloadControl(self.client)
         self.gate = VllmGate(control.abort, Limits(wait_s=0.01))
-        self.hellos = make_hellos(2, self.device, "", ("why",))
+        self.hellos = make_hellos(2, self.device, ModelDocument(), ("why",))
         roots, deadlines = (str(self.home),), Deadlines(commit_s=60.0)
         self.ranks = ReloadRanks(
             control, self.gate, str(self.start), roots, self.hellos, reload_s=self.reload_s, deadlines=deadlines

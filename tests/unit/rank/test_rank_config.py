@@ -1,0 +1,166 @@
+"""What a rank says of configs, and what its front makes of that: a real engine in this process, over real messages."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine_adapter.base import EngineSpec
+from engine_adapter.rank.hello import hello_of, running_document
+from engine_adapter.rank.messages import Hello, RankPlan, RankPlanReply
+from engine_adapter.rank.plan import make_plan
+from engine_adapter.replica.config_check import check_config
+from engine_adapter.testing import build_toy
+from engine_adapter.testing.checkpoint import make_toy_checkpoint
+from engine_adapter.testing.engine import ToyEngine
+from engine_adapter.vllm.configs import ServerConfig
+from transports.disk import DiskSource
+from transports.manifests import build_manifest, write_manifest
+from updater import wire
+from updater.core.errors import Failure, LiveweightsError
+from updater.core.participant import Compared, DiskOffer, Fence, Kind, PlanRequest
+from updater.core.policy import CachePolicy, InFlight, InstallMode
+from updater.manifest import FILE_NAME
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_checkpoint(tmp_path_factory.mktemp("toy") / "start", seed=1)
+
+
+@pytest.fixture(scope="module")
+def engine(start: Path) -> ToyEngine:
+    return build_toy(EngineSpec(0, 1, str(start), str(start.parent / "meet"), {}))
+
+
+@pytest.fixture
+def hello(engine: ToyEngine, start: Path) -> Hello:
+    made = hello_of(engine, EngineSpec(0, 1, str(start), "", {}))
+    return wire.decode(Hello, wire.encode(made))
+
+
+def folder(start: Path, target: Path, **changes: Any) -> Path:
+    shutil.copytree(start, target)
+    config = json.loads((target / "config.json").read_text()) | changes
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def planned(engine: ToyEngine, path: Path, **changes: Any) -> RankPlanReply:
+    request = RankPlan(1, DiskOffer(str(path)), (str(path.parent),), "", **changes)
+    live = {name: parameter.local for name, parameter in engine.parameters().items()}
+    plan = make_plan(engine, live, request, lambda *_: DiskSource.open(str(path), (str(path.parent),)))
+    plan.close()
+    return wire.decode(RankPlanReply, wire.encode(plan.reply))
+
+
+def checked(engine: ToyEngine, hello: Hello, path: Path, **policy: Any) -> tuple[tuple[str, ...], Compared]:
+    request = PlanRequest(
+        fence=Fence("f", 1, 1, 0, "i"), kind=Kind.UPDATE, update="u", version="0-1", offer=DiskOffer(str(path)),
+        manifest="", digest="", in_flight=InFlight.DRAIN, cache=CachePolicy.RESET, install=InstallMode.AUTO,
+        require_digests=False, allow_narrowing=(), allow_nonfinite=False, **policy,
+    )  # fmt: skip
+    return check_config(planned(engine, path).model, (hello,), request)
+
+
+def refused(engine: ToyEngine, hello: Hello, path: Path, **policy: Any) -> list[Failure]:
+    with pytest.raises(LiveweightsError) as caught:
+        checked(engine, hello, path, **policy)
+    return list(caught.value.failures)
+
+
+@pytest.mark.case("F01")
+@pytest.mark.parametrize("manifest", [False, True])
+def test_another_config_is_refused_by_key(
+    engine: ToyEngine, hello: Hello, start: Path, tmp_path: Path, manifest: bool
+) -> None:
+    path = folder(start, tmp_path / "other", rope_theta=37.0, rms_norm_eps=0.5)
+    if manifest:
+        write_manifest(str(path))
+    found = refused(engine, hello, path)
+    assert {failure.code for failure in found} == {"config_mismatch"}
+    assert {failure.message.split(" ")[0] for failure in found} == {"rms_norm_eps", "rope_parameters.rope_theta"}
+    assert len(refused(engine, hello, path, allow_config=("rope_theta",))) == 1
+    warnings, compared = checked(engine, hello, path, allow_config=("rope_theta", "rms_norm_eps"))
+    assert len(warnings) == 2
+    assert compared == Compared("engine", "none", "engine")
+
+
+@pytest.mark.case("F01", "F02")
+def test_another_save_of_the_same_model_is_the_same(
+    engine: ToyEngine, hello: Hello, start: Path, tmp_path: Path
+) -> None:
+    path = folder(start, tmp_path / "anew", transformers_version="9", torch_dtype="float16", use_cache=False)
+    assert checked(engine, hello, path, require_config=True) == ((), Compared("engine", "none", "engine"))
+    again = hello_of(engine, EngineSpec(0, 1, str(path), "", {}))
+    assert again.config_hash == hello.config_hash
+    config = json.loads((path / "config.json").read_text())
+    del config["rms_norm_eps"]  # the class fills it in
+    (path / "config.json").write_text(json.dumps(config))
+    assert checked(engine, hello, path) == ((), Compared("engine", "none", "engine"))
+
+
+@pytest.mark.case("F01")
+def test_a_source_without_config_is_not_compared(engine: ToyEngine, hello: Hello, start: Path, tmp_path: Path) -> None:
+    path = folder(start, tmp_path / "bare")
+    (path / "config.json").unlink()
+    assert checked(engine, hello, path) == ((), Compared())
+    assert [failure.code for failure in refused(engine, hello, path, require_config=True)] == ["config_required"]
+    assert planned(engine, start, known=True).model is None
+
+
+@pytest.mark.case("F01")
+def test_a_manifest_carries_the_config_where_its_file_is_gone(
+    engine: ToyEngine, hello: Hello, start: Path, tmp_path: Path
+) -> None:
+    path = folder(start, tmp_path / "carried", rope_theta=37.0)
+    write_manifest(str(path))
+    assert json.loads((path / FILE_NAME).read_text())["model"]["config"]["rope_theta"] == 37
+    (path / "config.json").unlink()
+    assert [failure.code for failure in refused(engine, hello, path)] == ["config_mismatch"]
+    assert build_manifest(str(path)).model is None
+
+
+@pytest.mark.case("F65")
+@pytest.mark.parametrize("text", ["{", '{"x": ' + "[" * 5000 + "]" * 5000 + "}", json.dumps({"x": "y" * 100_000})])
+def test_a_config_that_cannot_be_compared_is_refused(engine: ToyEngine, start: Path, tmp_path: Path, text: str) -> None:
+    path = folder(start, tmp_path / "odd")
+    (path / "config.json").write_text(text)
+    with pytest.raises(LiveweightsError) as caught:
+        planned(engine, path)
+    assert [(failure.code, failure.file) for failure in caught.value.failures] == [("config_mismatch", "config.json")]
+
+
+class Config:
+    """As `PretrainedConfig`: a class that fills in what a config leaves out."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = {"head_dim": 4, **values}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        return cls(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.values
+
+
+@pytest.mark.case("F64")
+def test_what_vllm_was_told_to_read_otherwise_is_what_it_runs_on(start: Path) -> None:
+    def running(overrides: Any, **values: Any) -> str:
+        knows = ServerConfig(SimpleNamespace(hf_overrides=overrides, hf_config=Config(values)))
+        return json.dumps(wire.plain(running_document(str(start), knows)), sort_keys=True)
+
+    plain = json.loads(running({}))
+    told = json.loads(running({"rope_theta": 37.0}))
+    assert told["config"]["rope_parameters"]["rope_theta"] == 37
+    assert told["completed"]["head_dim"] == 4
+    assert told["config"] != plain["config"]
+    made = json.loads(running(lambda config: config, rms_norm_eps=0.5))
+    assert made["config"]["rms_norm_eps"] == 0.5
