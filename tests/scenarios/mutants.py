@@ -281,34 +281,10 @@ MUTANTS = (
         "    if False:",
     ),
     one(
-        "a refused verb leaves its mark",
-        "replica",
-        '    if event.verb == "lead" or refused:',
-        '    if event.verb == "lead":',
-    ),
-    one(
-        "an older epoch removes",
-        "replica",
-        "event.claim is Claim.MEMBER or event.epoch < state.epoch",
-        "event.claim is Claim.MEMBER",
-    ),
-    one(
         "an unclaimed front is shut",
         "replica",
         "        return replace(state, unclaimed=True), ()",
         '        return _apply(state, "removed", event, now)',
-    ),
-    one(
-        "an orphan opens on what was never published",
-        "replica_claims",
-        "    if state.running or state.held.digest != request.digest:",
-        "    if False:",
-    ),
-    one(
-        "an orphan cuts an install off",
-        "replica_claims",
-        "    if any(work.verb not in GIVEN_UP for work in state.running):",
-        "    if False:",
     ),
     # the front
     one("the incarnation is ignored", "replica", "if fence.incarnation != state.incarnation:", "if False:"),
