@@ -87,7 +87,7 @@ to rest, and is judged:
 - the next update commits over each transport, and after it all replicas are open;
 - no fault of the coordinator alone shut a replica that served a published version.
 
-`make test` plays fixed seeds on toy engines, `make soak` new ones on all engines. By hand, one round or many:
+`make test` plays fixed seeds on toy engines, `make soak` new ones, on embedded engines too. By hand, one round or many:
 
 ```console
 $ python -m tests.faults.bad_day --seed 12 --rounds 1 --engine toy
