@@ -293,7 +293,8 @@ class UpdateSession:
     def _explained(self, here: LiveweightsError | None, there: LiveweightsError | None) -> LiveweightsError:
         """One error of two views. The cause comes first: what was seen here, if the coordinator only knows that it was
         told to stop from here, or what receivers heard from the sender; else what it says. That something was stopped
-        because the update had ended comes last, wherever it was heard: it explains nothing."""
+        because the update had ended comes last, wherever it was heard: it explains nothing, unless another client ended
+        it."""
         if there is None:
             return here or Unavailable(Failure("unreachable", "how the update ended is not known"))
         mine = () if here is None else here.failures
@@ -301,7 +302,10 @@ class UpdateSession:
         stopped = self._asked and any(each.code == "client_abort" and not each.replica for each in there.failures)
         echo = there.code in _OF_PEERS or stopped
         failures = (*(told or mine), *there.failures) if echo else (*there.failures, *told)
-        causes_first = sorted(_distinct(failures), key=lambda failure: failure.code in _ECHOES)
+        asked_elsewhere = there.code == "client_abort" and not stopped
+        causes_first = sorted(
+            _distinct(failures), key=lambda each: each.code in _ECHOES and not (asked_elsewhere and not each.replica)
+        )
         return type(there)(*causes_first, live_version=there.live_version, receipt=there.receipt)
 
 

@@ -97,9 +97,9 @@ class HandCoordinator:
             raise http.error_of(response.status_code, response.json())
         return wire.decode(MESSAGES[verb][1], response.content)
 
-    async def lead(self) -> FrontStatus:
-        """Speak as the next life of a coordinator from now on."""
-        self.epoch += 1
+    async def lead(self, later: int = 1) -> FrontStatus:
+        """Speak as the next life of a coordinator from now on, or as one that comes `later`."""
+        self.epoch += later
         status: FrontStatus = await self.call("lead", FenceRequest(self.fence(0)))
         return status
 

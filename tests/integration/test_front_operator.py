@@ -145,7 +145,7 @@ def test_a_replica_is_released_to_what_it_has_installed(calm: Stage) -> None:
 
 def test_a_replica_is_released_to_what_it_served_before(calm: Stage) -> None:
     async def scene(c: HandCoordinator) -> None:
-        c.epoch += 2
+        await c.lead(2)
         before, bytes_before = await c.status(), await calm.digests()
         serial, path, version = calm.next()
         await c.prepare(serial, path, version)
@@ -172,7 +172,7 @@ def test_an_update_is_cleaned_up_under_a_later_serial_to_the_last_byte(calm: Sta
     """I6: ranks are told the serial that they know, whatever serial a coordinator that came back speaks under."""
 
     async def scene(c: HandCoordinator) -> None:
-        c.epoch += 3
+        await c.lead(3)
         before, bytes_before = await c.status(), await calm.digests()
         serial, path, version = calm.next()
         await c.prepare(serial, path, version)
