@@ -144,14 +144,14 @@ def test_a_joiner_whose_catch_up_failed_says_what_failed(tmp_path: Path) -> None
 def test_a_replica_that_may_not_join_is_listed_with_the_reason_until_it_may(tmp_path: Path) -> None:
     async def main() -> None:
         async with LocalService(tmp_path, new_fleet=True) as service:
-            await ask_in(service, "one", config_hash="a")
-            answer = await ask_in(service, "two", config_hash="b")
+            await ask_in(service, "one", config_hash="v2:a")
+            answer = await ask_in(service, "two", config_hash="v2:b")
             assert answer["code"] == "config_mismatch"
             (refused,) = (await service.get("/v1/fleet")).json()["refused"]
             assert (refused["code"], refused["replica"]) == ("config_mismatch", "two")
-            await ask_in(service, "two", config_hash="a")
+            await ask_in(service, "two", config_hash="v2:a")
             assert (await service.get("/v1/fleet")).json()["refused"] == []
-            await ask_in(service, "three", config_hash="b")
+            await ask_in(service, "three", config_hash="v2:b")
             await service.advance(120)  # it stopped asking
             assert (await service.get("/v1/fleet")).json()["refused"] == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from updater.core.dtypes import compact, differing, fingerprint, wanted
+from updater.core.dtypes import compact, differing, fingerprint, merged, wanted
 
 pytestmark = pytest.mark.case("F26")
 TABLE = {
@@ -29,3 +29,10 @@ def test_what_differs_is_named_and_has_another_fingerprint() -> None:
     assert differing(one, one) == []
     assert differing(one, other) == ["head"]
     assert fingerprint(one) == fingerprint(reversed(one)) != fingerprint(other)
+
+
+def test_ranks_that_hold_a_tensor_in_one_dtype_say_so_together_and_else_nothing() -> None:
+    one, other = (("embed", "BF16"), ("head", "BF16")), (("head", "F32"), ("norm", "F32"))
+    assert merged([one, one]) == one
+    assert merged([one, other]) == (("embed", "BF16"), ("head", ""), ("norm", "F32"))
+    assert merged([]) == ()
