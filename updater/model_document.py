@@ -94,10 +94,15 @@ IN_SOURCE: Sides = ("in the source", "in the engine")
 
 
 def compare(
-    theirs: ModelDocument, ours: ModelDocument, allowed: Sequence[str] = (), *, sides: Sides = IN_SOURCE
+    theirs: ModelDocument,
+    ours: ModelDocument,
+    allowed: Sequence[str] = (),
+    *,
+    sides: Sides = IN_SOURCE,
+    most: int | None = _SHOWN,
 ) -> Comparison:
     """`theirs`: of a source. `ours`: of the engine. `allowed`: keys that may differ, with all that lies under them.
-    `sides`: what the two are called.
+    `sides`: what the two are called. `most`: refusals and warnings beyond so many are only counted; None: all.
     """
     found: list[tuple[str, Difference]] = []
     compared = NOT_COMPARED
@@ -115,11 +120,16 @@ def compare(
         compared = replace(compared, tokenizer="engine" if shared else "none")
         found += [("tokenizer.json", difference) for difference in _tokenizers(theirs.tokenizer, ours.tokenizer)]
     notes = [*_added(theirs.tokenizer, ours.tokenizer), *_beside(theirs, ours)]
-    return _judged(found, notes, compared, [_canonical_key(key) for key in allowed], sides)
+    return _judged(found, notes, compared, [_canonical_key(key) for key in allowed], sides, most)
 
 
 def _judged(
-    found: list[tuple[str, Difference]], notes: list[str], compared: Compared, allowed: list[str], sides: Sides
+    found: list[tuple[str, Difference]],
+    notes: list[str],
+    compared: Compared,
+    allowed: list[str],
+    sides: Sides,
+    most: int | None,
 ) -> Comparison:
     refused, warnings = [], []
     for file, difference in found:
@@ -133,18 +143,20 @@ def _judged(
         else:
             hint = f'if it is meant so, allow_config=["{key}"] (--allow-config {key}); the engine keeps its own value'
             refused.append(Failure("config_mismatch", text, file=file, hint=hint))
-    return Comparison(tuple(_cut(refused)), tuple(_cut_texts([*warnings, *notes])), compared)
+    return Comparison(tuple(_cut(refused, most)), tuple(_cut_texts([*warnings, *notes], most)), compared)
 
 
-def _cut(refused: list[Failure]) -> list[Failure]:
-    more = len(refused) - _SHOWN
-    rest = Failure("config_mismatch", f"{more} more keys differ", hint="liveweights inspect DIR --against URL")
-    return [*refused[:_SHOWN], rest] if more > 0 else refused
+def _cut(refused: list[Failure], most: int | None) -> list[Failure]:
+    if most is None or len(refused) <= most:
+        return refused
+    hint = "liveweights inspect DIR --against URL --json lists all of them"
+    return [*refused[:most], Failure("config_mismatch", f"{len(refused) - most} more keys differ", hint=hint)]
 
 
-def _cut_texts(texts: list[str]) -> list[str]:
-    more = len(texts) - _SHOWN
-    return [*texts[:_SHOWN], f"config: {more} more differences"] if more > 0 else texts
+def _cut_texts(texts: list[str], most: int | None) -> list[str]:
+    if most is None or len(texts) <= most:
+        return texts
+    return [*texts[:most], f"config: {len(texts) - most} more differences"]
 
 
 def _text(difference: Difference, sides: Sides) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 from engine_adapter.base import EngineSpec, KnowsConfig, RankEngine
 from engine_adapter.rank.messages import Hello
 from transports.hashes import folder_document
-from updater.core.errors import Rejected
+from updater.core.errors import Rejected, refuse
 from updater.core.participant import RankInfo
-from updater.model_config import bounded, config_part, overlaid, quantisation_part
+from updater.model_config import ConfigRefused, bounded, config_part, overlaid, quantisation_part
 from updater.model_document import ModelDocument, config_hash, whole
 
 
@@ -44,13 +44,16 @@ def running_document(folder: str, engine: object) -> ModelDocument:
 
 
 def overridden(model: ModelDocument, overrides: dict[str, Any]) -> ModelDocument:
-    """Raises ConfigRefused for overrides that cannot be compared."""
+    """Raises Rejected `config_mismatch` for overrides that cannot be compared."""
     if not overrides or model.config is None:
         return model
-    config = bounded(overlaid(model.config, config_part(overrides)))
-    quantization = bounded(
-        overlaid(model.quantization or {}, quantisation_part({"quantization_config": {}} | overrides))
-    )
+    try:
+        config = bounded(overlaid(model.config, config_part(overrides)))
+        quantization = bounded(
+            overlaid(model.quantization or {}, quantisation_part({"quantization_config": {}} | overrides))
+        )
+    except ConfigRefused as error:
+        raise refuse("config_mismatch", f"what the engine's options say of the config: {error}") from None
     return replace(model, config=config, quantization=quantization)
 
 

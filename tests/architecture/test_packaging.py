@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+import updater
+from updater.core.release import RELEASE
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"updater", "transports", "engine_adapter", "trainer_side"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -42,6 +45,11 @@ def test_every_package_folder_is_listed() -> None:
         ".".join(path.parent.relative_to(ROOT).parts) for package in PACKAGES for path in (ROOT / package).rglob("*.py")
     }
     assert found == set(PROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_the_release_is_the_same_wherever_it_is_said() -> None:
+    """What a front and its coordinator compare is what pip installed."""
+    assert PROJECT["project"]["version"] == updater.__version__ == RELEASE
 
 
 def test_every_package_is_typed() -> None:

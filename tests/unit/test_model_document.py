@@ -76,6 +76,7 @@ def test_every_key_is_named_and_their_number_is_bounded() -> None:
     found = compare(document(**many), document(**dict.fromkeys(many, 2)))
     assert len(found.refused) == 101
     assert "150" in found.refused[-1].message
+    assert len(compare(document(**many), document(**dict.fromkeys(many, 2)), most=None).refused) == 250
     long = compare(document(hidden_act="x" * 10_000), document(hidden_act="y")).refused[0].message
     assert len(long) < 500
 

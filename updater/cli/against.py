@@ -44,7 +44,7 @@ def look(path: Path, client: Client, url: str, allowed: Sequence[str]) -> Agains
             theirs, specs = source.document(), dict(source.specs)
     except LiveweightsError as error:
         return Against(url, version, replica, NOT_COMPARED, "none", error.failures, ())
-    found = compare(theirs, ours or ModelDocument(), allowed)
+    found = compare(theirs, ours or ModelDocument(), allowed, most=None)
     live = _live_specs(client, fleet.manifest_digest)
     faults = _tensors(specs, live) if live is not None else ()
     warnings = found.warnings

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine_adapter.base import EngineSpec
-from engine_adapter.rank.hello import hello_of, running_document
+from engine_adapter.rank.hello import hello_of, overridden, running_document
 from engine_adapter.rank.messages import Hello, RankPlan, RankPlanReply
 from engine_adapter.rank.plan import make_plan
 from engine_adapter.replica.config_check import check_config
@@ -21,6 +21,7 @@ from engine_adapter.testing.checkpoint import make_toy_checkpoint
 from engine_adapter.testing.engine import ToyEngine
 from engine_adapter.vllm.configs import ServerConfig
 from transports.disk import DiskSource
+from transports.hashes import folder_document
 from transports.manifests import build_manifest, write_manifest
 from updater import wire
 from updater.core.errors import Failure, LiveweightsError
@@ -164,3 +165,11 @@ def test_what_vllm_was_told_to_read_otherwise_is_what_it_runs_on(start: Path) ->
     assert told["config"] != plain["config"]
     made = json.loads(running(lambda config: config, rms_norm_eps=0.5))
     assert made["config"]["rms_norm_eps"] == 0.5
+
+
+@pytest.mark.case("F65")
+@pytest.mark.parametrize("value", ["x" * 100_000, object()], ids=["large", "no JSON"])
+def test_overrides_that_cannot_be_compared_are_refused(start: Path, value: object) -> None:
+    with pytest.raises(LiveweightsError) as caught:
+        overridden(folder_document(str(start), ("/",)), {"hidden_act": value})
+    assert caught.value.code == "config_mismatch"
