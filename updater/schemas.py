@@ -156,10 +156,11 @@ CauseCode = Literal[
     "copies_differ",
     "no_space",
     "rank_failed",
+    "release_mismatch",
 ]
 CAUSES: frozenset[str] = frozenset(get_args(CauseCode))
 #: Of these alone a client may name a replica: whoever sends a stream sees which receiver does not take it.
-PEER_CAUSES = frozenset({"peer_lost", "peer_timeout"})
+PEER_CAUSES = frozenset({"peer_lost", "peer_timeout", "release_mismatch"})
 MAX_CAUSES = 20
 MAX_TEXT = 500
 

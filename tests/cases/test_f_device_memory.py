@@ -34,6 +34,7 @@ from transports.testing import refused
 from updater import wire
 from updater.core.errors import Aborted
 from updater.core.participant import StreamOffer
+from updater.core.release import RELEASE
 
 pytestmark = pytest.mark.slow  # together, not each
 
@@ -112,7 +113,7 @@ def test_B111_what_a_dead_rank_had_open_is_counted_down_for_it() -> None:
     sender = CudaIpcSender(memory=trainer)
     plan = StreamPlan(specs_of(HELD), 4096)
     rank = Line(connect(sender.address, 5.0, lambda: False), SENDER_LIMIT)
-    rank.post(Hello(sender.session, 0, 1, ("GPU-0",), 3))
+    rank.post(Hello(sender.session, 0, 1, ("GPU-0",), 3, release=RELEASE))
     rank.post(b'{"kind": "answer"}')
     sender.open(StreamOffer("cuda_ipc", sender.address, sender.session, seats_for(1)), plan, 5.0)
     assert trainer.outstanding() == [1, 1]
@@ -317,4 +318,4 @@ def test_B129_tensors_of_the_host_are_staged_by_a_copy() -> None:
     with devices(trainer, FakeDevice()) as both:
         both.good({"host": HELD["w"].t(), "bias": HELD["scale"]})
     memory = DeviceSenderMemory(trainer)
-    assert memory.accepts(Hello("s", 0, 1, ("GPU-0",), 3)) is None
+    assert memory.accepts(Hello("s", 0, 1, ("GPU-0",), 3, release=RELEASE)) is None

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from transports.stream_testing import HeldSender, Receiving, Transfer, manifest_
 from transports.testing import refused
 from updater.core.errors import Aborted
 from updater.core.participant import StreamOffer
+from updater.core.release import RELEASE
 
 pytestmark = pytest.mark.slow  # together, not each
 
@@ -52,14 +54,13 @@ def test_strangers_do_not_disturb_a_meeting() -> None:
     sender, hub = BroadcastSender(), BroadcastHub(30.0)
     seats = seats_for(1)
     offer = offer_of(sender, seats)
-    right = Hello(sender.session, 0, seats_digest(offer))
+    right = Hello(sender.session, 0, seats_digest(offer), release=RELEASE)
     sayings = [
         b"{}",
         b"\x80\x04",
         encode(replace(right, session="another")),
         encode(replace(right, seats="another")),
         encode(replace(right, number=1)),
-        encode(replace(right, protocol=99)),
         encode(Ready(0)),
     ]
     strangers = [call(sender) for _ in sayings]
@@ -81,13 +82,31 @@ def test_strangers_do_not_disturb_a_meeting() -> None:
             end.close()
 
 
+@pytest.mark.case("F60")
+@pytest.mark.parametrize("other", [{"release": ""}, {"release": "9.9.9"}, {"release": RELEASE, "protocol": 99}])
+def test_a_receiver_of_another_release_is_named(other: dict[str, Any]) -> None:
+    sender, seats = BroadcastSender(), seats_for(1)
+    line = call(sender)
+    try:
+        line.post(Hello(sender.session, 0, seats_digest(offer_of(sender, seats)), **other))
+        update = Transfer(sender, [], {"t": noise("BF16", (8, 8), 1)}, seats=seats).run()
+        assert isinstance(update.sender_error, Aborted)
+        (failure,) = update.sender_error.failures
+        assert (failure.code, failure.replica) == ("release_mismatch", "r0")
+        assert {RELEASE, other["release"] or "0.1.0"} <= set(failure.message.replace(",", "").split())
+        assert failure.hint
+    finally:
+        line.close()
+        sender.close()
+
+
 def test_a_receiver_that_talks_nonsense_after_hello_is_named() -> None:
     for saying in (b"{", encode(Ready(0)), encode(Done())):
         sender = BroadcastSender()
         seats = seats_for(1)
         offer = offer_of(sender, seats)
         line = call(sender)
-        line.post(Hello(sender.session, 0, seats_digest(offer)))
+        line.post(Hello(sender.session, 0, seats_digest(offer), release=RELEASE))
         line.post(saying)
         update = Transfer(sender, [], {"t": noise("BF16", (8, 8), 1)}, seats=seats).run()
         assert isinstance(update.sender_error, Aborted)

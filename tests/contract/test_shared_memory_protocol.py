@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ from transports.testing import refused
 from updater import wire
 from updater.core.errors import Aborted, LiveweightsError
 from updater.core.participant import StreamOffer
+from updater.core.release import RELEASE
 
 HANG_S = 60.0
 #: Abstract names are the machine's: another run of these tests has others.
@@ -283,25 +285,39 @@ class Stranger:
                 return heard
 
 
+@pytest.mark.case("F60")
+@pytest.mark.parametrize("other", [{"release": ""}, {"release": "9.9.9"}, {"release": RELEASE, "protocol": 99}])
+def test_a_receiver_of_another_release_is_named(other: dict[str, Any]) -> None:
+    with ends() as (sender, _hubs):
+        odd = Stranger(sender.address).says(Hello(sender.session, 0, 1, **other))
+        update = Transfer(sender, [], tensors(), seats=seats_for(1)).run()
+        odd.hears()
+        assert isinstance(update.sender_error, Aborted)
+        (failure,) = update.sender_error.failures
+        assert failure.code == "release_mismatch"
+        assert failure.replica
+        assert {RELEASE, other["release"] or "0.1.0"} <= set(failure.message.replace(",", "").split())
+        assert failure.hint
+
+
 def test_strangers_are_turned_away_and_the_update_goes_on() -> None:
     with ends() as (sender, hubs):
         session = sender.session
         odd = [
             Stranger(sender.address).says(Hello("another-session", 0, 1)),
             Stranger(sender.address).says(Hello(session, 1, 1)),
-            Stranger(sender.address).says(Hello(session, 0, 1, protocol=99)),
             Stranger(sender.address).says(b"\xff\xfe not JSON"),
             Stranger(sender.address).says(Ack(0)),
             Stranger(sender.address),
         ]
         good(Transfer(sender, hubs, tensors()).run())
         codes = [[failure.code for each in one.hears() for failure in getattr(each, "failures", ())] for one in odd]
-        assert codes == [["peer_lost"], ["peer_lost"], ["peer_lost"], ["stream_mismatch"], [], []]
+        assert codes == [["peer_lost"], ["peer_lost"], ["stream_mismatch"], [], []]
 
 
 def test_a_seat_is_taken_once() -> None:
     with ends() as (sender, hubs):
-        first = Stranger(sender.address).says(Hello(sender.session, 0, 1))
+        first = Stranger(sender.address).says(Hello(sender.session, 0, 1, release=RELEASE))
         update = Transfer(sender, hubs, tensors(), deadline_s=1.0).run()
         assert isinstance(update.receivers[0].error, Aborted)
         assert update.receivers[0].error.code == "peer_lost"
@@ -373,7 +389,12 @@ def test_a_forked_worker_holds_nothing_of_a_stream() -> None:
 )
 def test_a_receiver_that_says_what_it_should_not_is_named(frame: bytes) -> None:
     with ends() as (sender, _hubs):
-        odd = Stranger(sender.address).says(Hello(sender.session, 0, 1)).says(b'{"kind": "answer"}').says(frame)
+        odd = (
+            Stranger(sender.address)
+            .says(Hello(sender.session, 0, 1, release=RELEASE))
+            .says(b'{"kind": "answer"}')
+            .says(frame)
+        )
         held = tensors()
         offer, plan = offer_of(sender, seats_for(1)), StreamPlan(specs_of(held), 1024)
         with pytest.raises(Aborted) as caught:
@@ -384,7 +405,12 @@ def test_a_receiver_that_says_what_it_should_not_is_named(frame: bytes) -> None:
 
 def test_an_acknowledgement_of_what_was_not_sent_ends_the_update() -> None:
     with ends() as (sender, _hubs):
-        odd = Stranger(sender.address).says(Hello(sender.session, 0, 1)).says(b'{"kind": "answer"}').says(Ack(1))
+        odd = (
+            Stranger(sender.address)
+            .says(Hello(sender.session, 0, 1, release=RELEASE))
+            .says(b'{"kind": "answer"}')
+            .says(Ack(1))
+        )
         offer, plan = offer_of(sender, seats_for(1)), StreamPlan(specs_of(tensors()), 1024)
         with refused("stream_mismatch"):
             send_all(sender, offer, plan, tensors(), HANG_S)
@@ -538,7 +564,7 @@ def test_with_digests_of_every_bucket() -> None:
 def test_a_buffer_that_was_not_asked_for_is_not_sent() -> None:
     """The third bucket lies where the first may still be read."""
     with ends() as (sender, _hubs):
-        held = Stranger(sender.address).says(Hello(sender.session, 0, 1)).says(b'{"kind": "answer"}')
+        held = Stranger(sender.address).says(Hello(sender.session, 0, 1, release=RELEASE)).says(b'{"kind": "answer"}')
         plan = StreamPlan(specs_of(tensors()), 1024)
         sender.open(offer_of(sender, seats_for(1)), plan, HANG_S)
         for bucket in plan.buckets[:2]:

@@ -11,7 +11,7 @@ from transports.broadcast.messages import PROTOCOL, Hello, Message
 from transports.broadcast.peers import Peer
 from transports.control.blame import Blame, named
 from transports.control.channel import RECEIVER_LIMIT, Gone
-from transports.control.messages import Goodbye
+from transports.control.messages import Goodbye, other_release
 from updater import wire
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
@@ -117,12 +117,14 @@ class Meeting:
                 self._dismiss(peer, why)
                 return
             peer.hello = message
+            other = other_release(message.protocol, PROTOCOL, message.release)
+            if other is not None:
+                blame.refused(peer.number, [other])
+                return
 
     def _misplaced(self, message: Message) -> str:
         if not isinstance(message, Hello):
             return f"said {message.kind} before hello"
-        if message.protocol != PROTOCOL:
-            return f"this sender speaks protocol {PROTOCOL}, not {message.protocol}"
         if message.session != self._offer.session:
             return "the session of this offer is over"
         if message.seats != self._seats or message.number >= self._offer.receivers:

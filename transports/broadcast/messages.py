@@ -20,7 +20,7 @@ from transports.control.messages import STRICT, Count, Digest, Goodbye, Seconds,
 from updater import wire
 
 #: Grows with every change that an older side would misunderstand.
-PROTOCOL = 1
+PROTOCOL = 2
 
 Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=1 << 17)]
 
@@ -28,7 +28,7 @@ Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=1 << 17)]
 @dataclass(frozen=True, slots=True)
 class Hello:
     """A receiver that came, once per update. `seats`: digest of the seats it was given; `held`: the group it still
-    has, or empty; `device`: UUID of its CUDA device, or empty.
+    has, or empty; `device`: UUID of its CUDA device, or empty; `release`: that it runs, empty from 0.1.0.
     """
 
     session: str
@@ -36,6 +36,7 @@ class Hello:
     seats: str
     held: str = ""
     device: str = ""
+    release: Annotated[str, Field(max_length=40)] = ""
     protocol: int = PROTOCOL
     kind: Literal["hello"] = "hello"
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

@@ -22,6 +22,7 @@ from transports.digest import tensor_digest, to_hex
 from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.core.participant import StreamOffer
+from updater.core.release import RELEASE
 
 #: Until the sender has said its plan: it may still be waiting for others.
 MEET_S = 60.0
@@ -125,7 +126,8 @@ class BroadcastReceiver:
         patience_s = self._hub.patience_s or MEET_S
         line = self._hub.meet(self._offer, time.monotonic() + patience_s, check)
         held = self._hub.group_name
-        line.post(Hello(self._offer.session, self._number, seats_digest(self._offer), held, device_name()))
+        seats = seats_digest(self._offer)
+        line.post(Hello(self._offer.session, self._number, seats, held, device_name(), RELEASE))
         return Hearing(line, self._hub.alarm, patience_s, should_stop)
 
     def _join(self, hearing: Hearing, opening: Opening) -> Group:

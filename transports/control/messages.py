@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from updater.core.errors import Failure
+from updater.core.release import ORDER, RELEASE
 
 #: Patience that a sender may ask of its receivers, in seconds.
 LONGEST_PATIENCE_S = 3600.0
@@ -18,6 +19,17 @@ STRICT = ConfigDict(extra="forbid", strict=True)
 Count = Annotated[int, Field(ge=0)]
 Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_PATIENCE_S, allow_inf_nan=False)]
+
+
+def other_release(protocol: int, wanted: int, release: str) -> Failure | None:
+    """What a sender has against a receiver whose hello says `protocol` and `release`, or None. `wanted`: its own number
+    of the protocol. A hello of 0.1.0 names no release.
+    """
+    if (protocol, release) == (wanted, RELEASE):
+        return None
+    theirs = f"of release {release or '0.1.0'} (stream protocol {protocol})"
+    text = f"the replica is {theirs}, the trainer of {RELEASE} (stream protocol {wanted})"
+    return Failure("release_mismatch", text, hint=f"{ORDER}; then run the trainer on that release too")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable
 
 from transports.control.blame import Blame, place
 from transports.control.channel import RECEIVER_LIMIT, Gone
-from transports.control.messages import Goodbye
+from transports.control.messages import Goodbye, other_release
 from transports.local.addresses import Listener, peer_of
 from transports.local.line import Line
 from transports.local.memory import SenderMemory
@@ -151,15 +150,13 @@ class Meeting:
             self._dismiss(peer, Failure("peer_lost", why))
             return
         peer.number = hello.number
-        unable = self._memory.accepts(hello)
+        unable = other_release(hello.protocol, PROTOCOL, hello.release) or self._memory.accepts(hello)
         if unable is not None:
             self._against(hello.number).refused(hello.number, [unable])
         else:
             peer.channel.post(self._opening)
 
     def _misplaced(self, hello: Hello) -> str:
-        if hello.protocol != PROTOCOL:
-            return f"this sender (process {os.getpid()}) speaks protocol {PROTOCOL}, not {hello.protocol}"
         if hello.session != self._offer.session:
             return "another session"
         if hello.number >= self._offer.receivers:

@@ -19,7 +19,7 @@ from updater import wire
 from updater.core.errors import Failure
 
 #: Grows with every change that an older side would misunderstand.
-PROTOCOL = 1
+PROTOCOL = 2
 #: How long either side waits for the other, bucket by bucket, unless it is told otherwise.
 PATIENCE_S = 30.0
 
@@ -32,7 +32,7 @@ Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=1024)]
 @dataclass(frozen=True, slots=True)
 class Hello:
     """A receiver that came, once per update. `devices`: UUIDs that it can see; `handle_format`: the newest format of
-    memory handles that its runtime opens (0: none); `runtime`: for messages.
+    memory handles that its runtime opens (0: none); `runtime`: for messages; `release`: that it runs, empty from 0.1.0.
     """
 
     session: str
@@ -41,6 +41,7 @@ class Hello:
     devices: tuple[str, ...] = ()
     handle_format: Count = 0
     runtime: str = ""
+    release: Annotated[str, Field(max_length=40)] = ""
     protocol: int = PROTOCOL
     kind: Literal["hello"] = "hello"
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

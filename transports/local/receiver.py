@@ -31,6 +31,7 @@ from transports.local.messages import (
 from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.core.participant import StreamOffer
+from updater.core.release import RELEASE
 
 #: How often a waiting receiver asks whether it should stop.
 LOOK_S = 0.05
@@ -156,7 +157,8 @@ class LocalReceiver:
         self._link = link = self._links.take(self._offer, should_stop)
         try:
             runtime = f"torch {torch.__version__}"
-            link.channel.post(Hello(self._offer.session, self._number, os.getpid(), devices, handle_format, runtime))
+            session, number = self._offer.session, self._number
+            link.channel.post(Hello(session, number, os.getpid(), devices, handle_format, runtime, RELEASE))
             own = self._links.patience_s
             opening = link.hear(StreamOpening, PATIENCE_S if own is None else own, should_stop)
             self._judge(link, opening, expected)
