@@ -186,23 +186,30 @@ def test_who_was_removed_is_known_to_the_next_life_of_the_coordinator(tmp_path: 
 
 
 @pytest.mark.case("F10", "F09")
-def test_a_coordinator_that_recovers_or_does_not_know_shuts_nobody(tmp_path: Path) -> None:
+def test_a_coordinator_that_recovers_or_does_not_know_shuts_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario(service: LocalService, wire: Wire) -> None:
-        front = service.fleet.add("one")
-        asking = client(wire, front)
+        front, mate = service.fleet.add("one"), service.fleet.add("two")
+        asking, also = client(wire, front), client(wire, mate)
         await joined(asking, front)
+        await joined(also, mate)
         recovering = LocalService(tmp_path / "other", fleet=service.fleet, clock=service.clock)
         assert await claimed(client(Wire(recovering), front), front) == ""
         async with recovering as emptied:
-            assert await claimed(client(Wire(emptied), front), front) == "unknown"
+            for each in (front, mate, front):
+                assert await claimed(client(Wire(emptied), each), each) == "unknown"
+            errors = [record for record in caplog.records if record.levelname == "ERROR"]
+            assert len(errors) == 1  # whoever calls, the hold is one
             ready = await emptied.get("/readyz")
             assert (ready.status_code, ready.json()["code"]) == (503, "adopt_needed")
             fleet = (await emptied.get("/v1/fleet")).json()
             assert fleet["hold"]["hint"]
-            assert [each["url"] for each in fleet["strangers"]] == [front.url]
+            assert {each["url"] for each in fleet["strangers"]} == {front.url, mate.url}
             fresh = emptied.fleet.add("fresh")
             refused = await emptied.post("/v1/fleet/replicas", {"replica": "fresh", "url": fresh.url})
             assert refused.json()["code"] == "adopt_needed"
         await asking.close()
+        await also.close()
 
     run(tmp_path, scenario)

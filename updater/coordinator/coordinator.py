@@ -134,8 +134,9 @@ class Coordinator:
         self._said = now
 
     def _hold_changed(self, before: Failure | None) -> None:
+        """Said once: each replica that calls is another word for the same hold."""
         hold = self.state.hold
-        if hold == before:
+        if (hold.code if hold else "") == (before.code if before else ""):
             return
         if hold is None:
             _log.warning("holds no longer: updates and joins are taken")
