@@ -287,7 +287,6 @@ MUTANTS = (
         '        return _apply(state, "removed", event, now)',
     ),
     # the front
-    one("the incarnation is ignored", "replica", "if fence.incarnation != state.incarnation:", "if False:"),
     one("old messages are obeyed", "replica", "if fence.order() < state.mark:", "if False:"),
     one(
         "tombstones are ignored",

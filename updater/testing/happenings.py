@@ -310,6 +310,19 @@ class Happenings(Watched):
         )
         self.disk = older.copy() if older is not None else Disk(fleet=f"other{self.coordinators}")
         self.listens = True
+        if older is not None and not self._proofs():
+            # It served nowhere yet, or where it did is gone: who reads the older journal cannot know of it.
+            self.truth = list(self.disk.records)
+
+    def _proofs(self) -> list[str]:
+        """Replicas of a fleet that say they hold its last publication."""
+        last = self.published
+        label = (str(last.version), last.digest) if last is not None else None
+        states = {name: process.state for name, process in self.replicas.items() if process.alive}
+        of_fleet = {
+            name: state for name, state in states.items() if state.fleet and state.state is not FrontState.BROKEN
+        }
+        return [name for name, state in of_fleet.items() if (state.held.version, state.held.digest) == label]
 
     def do_reborn(self, name: str) -> None:
         self.start_replica(name)
