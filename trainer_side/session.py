@@ -293,15 +293,15 @@ class UpdateSession:
     def _explained(self, here: LiveweightsError | None, there: LiveweightsError | None) -> LiveweightsError:
         """One error of two views. The cause comes first: what was seen here, if the coordinator only knows that it was
         told to stop from here, or what receivers heard from the sender; else what it says. That something was stopped
-        because the update had ended comes last, wherever it was heard: it explains nothing, unless another client ended
-        it."""
+        because the update had ended explains nothing: what was heard of it here is left out, and what the coordinator
+        says of it comes last, unless another client ended the update."""
         if there is None:
             return here or Unavailable(Failure("unreachable", "how the update ended is not known"))
         mine = () if here is None else here.failures
         told = [failure for failure in mine if failure.code != "client_abort"]
         stopped = self._asked and any(each.code == "client_abort" and not each.replica for each in there.failures)
         echo = there.code in _OF_PEERS or stopped
-        failures = (*(told or mine), *there.failures) if echo else (*there.failures, *told)
+        failures = (*told, *there.failures) if echo else (*there.failures, *told)
         asked_elsewhere = there.code == "client_abort" and not stopped
         causes_first = sorted(
             _distinct(failures), key=lambda each: each.code in _ECHOES and not (asked_elsewhere and not each.replica)
