@@ -298,7 +298,7 @@ class UpdateSession:
         if there is None:
             return here or Unavailable(Failure("unreachable", "how the update ended is not known"))
         mine = () if here is None else here.failures
-        told = [failure for failure in mine if failure.code != "client_abort"]
+        told = [failure for failure in mine if failure.code not in _ECHOES]
         stopped = self._asked and any(each.code == "client_abort" and not each.replica for each in there.failures)
         echo = there.code in _OF_PEERS or stopped
         failures = (*told, *there.failures) if echo else (*there.failures, *told)
