@@ -75,7 +75,7 @@ def ask(call: Call) -> Flow[Mapping[str, Any]]:
         if pause is None or (answer and not answer.again):
             break
         yield Wait(pause)
-    raise Unavailable(Failure("unreachable", f"nobody answers {call.method} {call.path} at {reason}", hint=NOBODY))
+    raise Unavailable(Failure("unreachable", f"no server answers {call.method} {call.path} at {reason}", hint=NOBODY))
 
 
 def begin(body: Mapping[str, Any], *, wait: bool, timeout_s: float) -> Flow[Mapping[str, Any]]:

@@ -43,7 +43,7 @@ LEASE_S = 60.0
 #: After a failure of the transport: how long the coordinator is left to learn the cause from its own side.
 CAUSE_S = 2.0
 _OF_PEERS = ("peer_lost", "peer_timeout")
-#: What is said to whoever is inside an update that has ended.
+#: What a client hears that is still inside an update that has ended.
 _ECHOES = ("client_abort", "wrong_phase")
 _UNSEALED = ("queued", "planning", "staging")
 

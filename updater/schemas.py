@@ -440,7 +440,7 @@ class FleetState(BaseModel):
     """`sources_needed`: paths that a late joiner or the running update may still be read from: do not delete them.
 
     `fleet`: the name; `identity`: random, kept by the journal and by every replica, empty while nothing was published.
-    `hold`: why nothing is published and nobody admitted. `strangers`: replicas that call and are no members.
+    `hold`: why nothing is published and no replica admitted. `strangers`: replicas that call and are no members.
     `refused`: why replicas that asked to join within the last minute were not taken in, by replica.
     """
 

@@ -220,7 +220,7 @@ def _bearer(headers: Headers) -> bytes:
 def _foreign(headers: Headers) -> Unauthorized | None:
     """Where no token is configured only this machine can call, and a browser on it calls for any page. Such a call has
     the page's `Origin`, or a `Host` that was made to lead here (DNS rebinding). Without a token the server is bound to
-    loopback, so nobody else has a reason to use another name."""
+    loopback, so no other machine has a reason to use another name."""
     hosts = [b"//" + value for value in _values(headers, b"host")]
     for value in (*hosts, *_values(headers, b"origin")):
         if not is_loopback(_host(value)):

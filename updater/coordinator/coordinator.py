@@ -141,7 +141,9 @@ class Coordinator:
         if hold is None:
             _log.warning("holds no longer: updates and joins are taken")
         else:
-            _log.error("holds (%s), publishes nothing and admits nobody: %s; %s", hold.code, hold.message, hold.hint)
+            _log.error(
+                "holds (%s), publishes nothing and admits no replica: %s; %s", hold.code, hold.message, hold.hint
+            )
 
     async def wind_down(self) -> None:
         """Take nothing in, abort what is undecided, let what is decided finish within the deadline."""

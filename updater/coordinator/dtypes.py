@@ -14,7 +14,7 @@ _BY_HAND = 'pass the dtypes yourself: dtypes={"*": "BF16"}'
 
 def dtypes_of(said: Mapping[str, Description | None]) -> DtypesState:
     """`said`: by replica, None for one that has not been asked yet. Raises Rejected with every difference, and
-    Unavailable where nobody can say.
+    Unavailable where no member can say.
     """
     told = {replica: description for replica, description in said.items() if description is not None}
     if not told:

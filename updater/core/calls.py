@@ -2,7 +2,7 @@
 
 One coordinator is obeyed at a time, and losing a journal never shuts a fleet that serves one version. So a front is
 called removed only by a journal that says so, and a coordinator that hears of what its journal does not know holds:
-it publishes nothing, admits nobody and says why.
+it publishes nothing, admits no replica and says why.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _newer(state: FleetState, call: Call) -> str:
 
 
 def behind(state: FleetState, message: str, replica: str) -> Moved:
-    """Publish nothing, admit nobody, and say so. What is not decided yet is given up."""
+    """Publish nothing, admit no replica, and say so. What is not decided yet is given up."""
     state = replace(state, hold=not_newest(message, replica))
     if state.update is None:
         return state, ()

@@ -235,13 +235,13 @@ TABLE: dict[str, Code] = {
     ),
     "listening": Code(
         503,
-        "The journal is empty: nobody is admitted until replicas of an older fleet would have called.",
+        "The journal is empty: no replica is admitted until replicas of an older fleet would have called.",
         retry=True,
         hint="wait some seconds, or start the coordinator with --new-fleet",
     ),
     "behind": Code(
         503,
-        "The coordinator's journal is not the newest of its fleet: it publishes nothing and admits nobody.",
+        "The coordinator's journal is not the newest of its fleet: it publishes nothing and admits no replica.",
         retry=True,
         hint="start the coordinator on the newest journal; if that is lost: liveweights adopt",
     ),

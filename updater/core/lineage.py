@@ -2,7 +2,7 @@
 
 A journal may be lost, or be an older copy. Then its fleet has obeyed and published what it does not know, and what it
 would do to the members by its own knowledge would be wrong. `survey` looks at what they say before anything is said to
-them: it finds the epoch to lead them with, or the reason why nobody may be led.
+them: it finds the epoch to lead them with, or the reason why no replica may be led.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Journal:
 @dataclass(frozen=True, slots=True)
 class Survey:
     """What the members say before anything is said to them. `epoch`: to lead them with. `older`: they have obeyed a
-    later life of this fleet than the journal knows of. `hold`: why nobody may be led at all.
+    later life of this fleet than the journal knows of. `hold`: why no replica may be led at all.
     """
 
     epoch: int
@@ -95,10 +95,10 @@ def held(state: FleetState, journal: Journal, hold: Failure) -> FleetState:
 
 
 def nobody_led(fleet: str, journal: Journal, found: Survey) -> FleetState:
-    """The state of a coordinator that may lead nobody, because of what its survey found."""
+    """The state of a coordinator that may lead no replica, because of what its survey found."""
     epoch = 1 + max([journal.epoch, *(record.epoch for record in journal.records)])
     state = replay(FleetState(fleet, epoch, journal.serial, gone=journal.gone), journal.records)
-    return held(state, journal, found.hold or not_newest("it may lead nobody"))
+    return held(state, journal, found.hold or not_newest("it may lead no replica"))
 
 
 def otherwise(state: FleetState, journal: Journal, reports: Reports) -> list[FrontStatus]:

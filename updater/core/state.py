@@ -143,7 +143,7 @@ class FleetState:
 
     `before`: the version before the live one, so that a catch-up after a rollback knows its source.
     `starting`: the publication of `start` while it is not durable yet. `fleet`, `owner`: as in `Fence`. `hold`: why
-    nothing is published and nobody is admitted: `listening`, `adopt_needed` or `behind` (I11). `gone`: (replica,
+    nothing is published and no replica is admitted: `listening`, `adopt_needed` or `behind` (I11). `gone`: (replica,
     incarnation) of the last that were removed or replaced; an empty incarnation: whichever it was.
     """
 

@@ -228,7 +228,7 @@ class _Face:
     async def readyz(self) -> Response:
         if self._coordinator.ready:
             return JSONResponse({"status": "ready"})
-        nobody = Failure("no_members", "nobody serves yet")
+        nobody = Failure("no_members", "no replica serves yet")
         why = self._coordinator.stopped or self._coordinator.state.hold
         whys = (why,) if why else (nobody, *self._coordinator.obstacles()[:IN_DOCUMENT])
         problem = http.problem(Unavailable(*whys))
