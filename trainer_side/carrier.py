@@ -14,9 +14,8 @@ from trainer_side.on_disk import FolderSending, Shelf
 from trainer_side.options import DIRECTORY_ENV, Asked, Options
 from trainer_side.running import Link
 from trainer_side.session import LEASE_S, UpdateSession
-from trainer_side.sources.folder import FolderSource
 from trainer_side.stream import Sending, StreamSending
-from trainer_side.weights import WeightSource
+from trainer_side.weights import WeightSource, model_of
 from transports.hashes import folder_document
 from transports.registry import make_sender
 from transports.stream import StreamSender
@@ -84,11 +83,9 @@ class Carrier:
         return StreamSending(session, asked.timeout_s)
 
     def _model(self, source: WeightSource) -> ModelDocument | None:
-        """Config, tokenizer and quantisation: of a folder that is streamed, or of the one that `config_from` names."""
-        if isinstance(source, FolderSource):
-            return source.model
+        """Config, tokenizer and quantisation: of the folder that `config_from` names, else what the source says."""
         if self._options.config_from is None:
-            return None
+            return model_of(source)
         folder = os.path.abspath(self._options.config_from)
         return known_model(folder_document(folder, ("/",)))
 

@@ -19,12 +19,12 @@ from typing import IO, Self
 import torch
 
 from trainer_side.packing import check_tensor
-from trainer_side.weights import WeightSource
+from trainer_side.weights import WeightSource, model_of
 from transports.digest import tensor_digest, to_hex
 from transports.hashes import folder_document, folder_hashes
 from updater.core.errors import Rejected, refuse
 from updater.manifest import FILE_NAME, Manifest, TensorEntry, TensorSpec
-from updater.model_document import known
+from updater.model_document import ModelDocument, known
 
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30
@@ -52,8 +52,8 @@ def _silent(_bytes: int) -> None: ...
 class FolderWriter:
     """`put` every tensor of `specs`, then `finish`; leaving the `with` block before that leaves nothing behind.
 
-    `target` must not exist; its parent must. `digests`: what is known already is not computed again. `progress` is
-    told of bytes as they are written.
+    `target` must not exist; its parent must. `digests`: what is known already is not computed again. `model`: what the
+    manifest says of the model where no file of `config_from` does. `progress` is told of bytes as they are written.
     """
 
     def __init__(
@@ -64,13 +64,14 @@ class FolderWriter:
         digests: Mapping[str, str] | None = None,
         ties: tuple[tuple[str, str], ...] = (),
         config_from: Path | None = None,
+        model: ModelDocument | None = None,
         source_revision: str = "",
         shard_bytes: int = SHARD_BYTES,
         progress: Progress = _silent,
     ) -> None:
         self.target = target
         self._ties, self._source_revision = ties, source_revision
-        self._specs, self._config_from = dict(specs), config_from
+        self._specs, self._config_from, self._model = dict(specs), config_from, model
         self._digests, self._progress = dict(digests or {}), progress
         self._temporary = target.parent / f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
         self._left = set(self._specs)
@@ -141,7 +142,7 @@ class FolderWriter:
             quantization_hash=hashes.quantization,
             source_revision=self._source_revision,
             ties=self._ties,
-            model=known(folder_document(str(folder), (str(folder),))),
+            model=known(folder_document(str(folder), (str(folder),))) or self._model,
         )
         manifest.check()
         with _durable(folder / FILE_NAME) as stream:
@@ -182,6 +183,7 @@ def write_folder(
         digests=weights.digests(),
         ties=weights.ties,
         config_from=config_from,
+        model=model_of(weights),
         source_revision=source_revision,
         shard_bytes=shard_bytes,
         progress=progress,

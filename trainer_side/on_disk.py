@@ -16,7 +16,7 @@ from trainer_side.request import Terms
 from trainer_side.running import Link, RunningUpdate
 from trainer_side.session import LEASE_S
 from trainer_side.stream import Patience, late
-from trainer_side.weights import WeightSource
+from trainer_side.weights import WeightSource, model_of
 from updater.core.errors import LiveweightsError, refuse
 from updater.schemas import UpdateState
 
@@ -41,6 +41,7 @@ class Shelf:
             digests=known,
             ties=source.ties,
             config_from=self.config_from,
+            model=model_of(source),
             shard_bytes=self.shard_bytes,
             progress=progress,
         )

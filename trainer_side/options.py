@@ -51,8 +51,10 @@ class Options:
     `transport`: `disk`, `broadcast`, `shared_memory`, `cuda_ipc`, or `auto`: `disk` for a path or where a `directory`
     is named (here, or by LIVEWEIGHTS_DIRECTORY), else `shared_memory` if every replica is on this machine, else
     `broadcast`.
-    For disk: `directory`: where `<run>-<step>` is written with its manifest. `config_from`: model folder whose config
-    and tokenizer files go with the weights, so that an engine can start there (a stream only says what they are).
+    `config_from`: model folder whose config and tokenizer the weights are of, for the engines to compare; without it a
+    model of transformers says its own config. Over disk its files go with the weights, so that an engine can start
+    there.
+    For disk: `directory`: where `<run>-<step>` is written with its manifest.
     `keep`: how many folders of earlier pushes to leave in `directory`, besides those that the coordinator still needs.
     `shard_bytes`: of one file, at most.
     `dtypes`: {glob pattern: dtype} of what travels rounded, as in `sources.as_source`: `{"*": "BF16"}`; one dtype

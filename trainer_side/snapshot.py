@@ -8,7 +8,7 @@ import torch
 
 from trainer_side.lockstep import Lockstep
 from trainer_side.walk import digests_of, walk
-from trainer_side.weights import WeightSource
+from trainer_side.weights import WeightSource, model_of
 from updater.manifest import TensorSpec
 
 
@@ -22,6 +22,7 @@ class Snapshot:
         self.is_sender, self.group = source.is_sender, source.group
         self.specs: Mapping[str, TensorSpec] = dict(source.specs)
         self.ties = source.ties
+        self.model = model_of(source)
         self._digests = dict(digests_of(source, team))
         self._kept: dict[str, torch.Tensor] = {}
         self._copy = copy

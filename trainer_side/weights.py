@@ -7,11 +7,12 @@ collectives of the trainer's own groups. One rank, the sender, gets whole tensor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
 from updater.manifest import TensorSpec
+from updater.model_document import ModelDocument
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,3 +53,20 @@ class WeightSource(Protocol):
 
     def check_untouched(self) -> None:
         """Raise Rejected `source_changed` if an optimiser wrote to what is published since the source was made."""
+
+
+@runtime_checkable
+class KnowsModel(Protocol):
+    """A `WeightSource` that may say this of its tensors beside their specs."""
+
+    @property
+    def model(self) -> ModelDocument | None:
+        """Config, tokenizer and quantisation that the tensors are of, for the engines to compare; None: not known.
+
+        Asked of the rank that sends.
+        """
+
+
+def model_of(source: WeightSource) -> ModelDocument | None:
+    """What a source says of its model; None for one that says nothing."""
+    return source.model if isinstance(source, KnowsModel) else None

@@ -27,13 +27,15 @@ BOOKKEEPING = (
 )  # fmt: skip
 #: Of training alone, and the names of a classifier's answers.
 TRAINING = (
-    "initializer_range", "initializer_factor", "init_std", "attention_dropout", "*_dropout", "*_pdrop", "dropout",
-    "dropout_rate", "layerdrop", "gradient_checkpointing", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
-    "output_router_logits", "router_z_loss_coef", "problem_type", "id2label", "label2id", "num_labels",
+    "initializer_range", "initializer_factor", "init_std", "*dropout*", "*_pdrop", "*layerdrop", "drop_path_rate",
+    "gradient_*", "*loss*", "seq_aux", "label_smoothing", "output_router_logits", "problem_type", "id2label",
+    "label2id", "num_labels",
 )  # fmt: skip
-#: A difference is a warning: which class reads the model, token ids and habits of generation.
+#: A difference is a warning: which class reads the model, what the tensors' shapes say already, token ids and habits
+#: of generation.
 WARNED = (
-    "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
+    "architectures", "vocab_size",
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
     "unk_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids",
     "suppress_tokens", "begin_suppress_tokens", "max_length", "min_length", "do_sample", "early_stopping", "num_beams",
     "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from engine_adapter.models import make_versions
@@ -135,6 +136,43 @@ def test_a_streamed_folder_says_what_its_config_is(fleet: LiveFleet) -> None:
     with pytest.raises(Rejected) as caught:
         push(path, step(fleet), url=fleet.url, transport="shared_memory")
     assert caught.value.code == "config_mismatch"
+
+
+@pytest.mark.case("F01")
+@pytest.mark.parametrize("transport", ["broadcast", "shared_memory", "disk"])
+def test_config_from_says_what_a_state_dict_is_of(fleet: LiveFleet, transport: str, tmp_path: Path) -> None:
+    weights = load_file(fleet.home / "v2" / "model.safetensors")
+    other, directory = folder(fleet, f"of-{transport}", rms_norm_eps=0.5), fleet.home / "pushed"
+    chosen: dict[str, Any] = {"transport": transport, "directory": directory if transport == "disk" else None}
+    with Pusher(fleet.url, config_from=other, **chosen) as pusher, pytest.raises(Rejected) as caught:
+        pusher.push(weights, step(fleet))
+    assert caught.value.code == "config_mismatch"
+    assert any("rms_norm_eps" in failure.message for failure in caught.value.failures)
+    with Pusher(fleet.url, config_from=fleet.home / "v2", **chosen) as pusher:
+        receipt = pusher.push(weights, step(fleet), policy={"require_config": True})
+    assert (receipt.outcome, receipt.compared.config) == ("committed", "engine")
+
+
+@pytest.mark.case("F01")
+@pytest.mark.parametrize("fleet", ["transformers"], indirect=True)
+@pytest.mark.parametrize("transport", ["broadcast", "shared_memory", "disk"])
+def test_a_model_says_its_own_config(fleet: LiveFleet, transport: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(fleet.home / "v2")
+    model.config.use_cache, model.config.attention_dropout = False, 0.1
+    chosen: dict[str, Any] = {"transport": transport}
+    if transport == "disk":
+        chosen["directory"] = fleet.home / "pushed"
+    with Pusher(fleet.url, **chosen) as pusher:
+        receipt = pusher.push(model, step(fleet), policy={"require_config": True})
+        assert (receipt.outcome, receipt.compared.model_dump()) == ("committed", ALL)
+        assert not [text for text in receipt.warnings if text.startswith("config")]
+        model.config.rms_norm_eps = 0.5
+        with pytest.raises(Rejected) as caught:
+            pusher.push(model, step(fleet))
+        assert caught.value.code == "config_mismatch"
+        assert any("rms_norm_eps" in failure.message for failure in caught.value.failures)
+        assert pusher.push(model, step(fleet), allow_config=["rms_norm_eps"]).outcome == "committed"
+        assert pusher.push(model.state_dict(), step(fleet)).compared.model_dump() == NONE
 
 
 @pytest.mark.case("F01")

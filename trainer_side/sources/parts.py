@@ -15,6 +15,7 @@ from trainer_side.sources.steps import StepWatch
 from transports.digest import MASK, to_hex
 from updater.core.errors import Failure, LiveweightsError, Rejected
 from updater.manifest import TensorSpec
+from updater.model_document import ModelDocument
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,7 +43,10 @@ class Part(Protocol):
 
 
 class PartsSource:
-    """A `trainer_side.weights.WeightSource` over parts, in their order."""
+    """A `trainer_side.weights.WeightSource` over parts, in their order.
+
+    `model`: as in `trainer_side.weights.KnowsModel`; set by what made the source of more than tensors.
+    """
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class PartsSource:
         sender_rank: int = 0,
     ) -> None:
         """`sender_rank`: within `group`. Without a group this process pushes alone."""
+        self.model: ModelDocument | None = None
         self._parts = tuple(parts)
         self._ties = tuple(sorted(ties))
         self._group = group
