@@ -4,6 +4,7 @@
 #   make check   format, lint, types, fast tests
 #   make test    check + engine tests + slow tests + coverage of the core + wheel smoke test + vllm
 #   make vllm    tests against stock vLLM, CPU build, in an environment of its own; skipped where there is no such build
+#   make cases   the last result of each test that stands for a case of docs/bug-cases.md
 #   make bench   the benchmarks (writes bench-report.json)
 #   make soak    property tests with new examples, SOAK times (default 20); bad days with new seeds; every
 #                model against vLLM in both dtypes
@@ -37,7 +38,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test check format lint types fast engine vllm core-coverage bench bench-vllm soak install clean
+.PHONY: demo test check format lint types fast engine vllm cases core-coverage bench bench-vllm soak install clean
 .DEFAULT_GOAL := check
 
 install: $(STAMP)
@@ -95,6 +96,10 @@ vllm:
 	else \
 	    cat $(VLLM_LOG); exit 1; \
 	fi
+
+# What `test` has left: each run keeps the results of its own environment.
+cases: $(STAMP)
+	@$(BIN)/python -m tests.case_results
 
 core-coverage: $(STAMP)
 	$(BIN)/coverage run --branch --source=updater/core -m pytest -q -m "not engine and not gpu and not slow" \

@@ -1,6 +1,7 @@
 """Property tests draw the same examples in every run; `make soak` draws new ones, and more of them.
 
-`pytest -m case` ends with a table: id of the fault, test, result.
+`pytest -m case` ends with a table: id of the fault, result, time, test. Results of each run are kept beside those
+of other environments (tests/case_results.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests import case_results
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("soak", derandomize=False, deadline=None, print_blob=True)
@@ -23,15 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if "case" not in (config.option.markexpr or "").split():
-        return
-    rows = {
-        (case, report.nodeid, outcome)
-        for outcome in ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
-        for report in terminalreporter.stats.get(outcome, [])
-        for name, case in report.user_properties
-        if name == "case"
-    }
-    terminalreporter.section("cases")
-    for case, test, outcome in sorted(rows):
-        terminalreporter.write_line(f"{case:6} {outcome:8} {test}")
+    rows = case_results.of_run(terminalreporter.stats)
+    case_results.record(rows)
+    if "case" in (config.option.markexpr or "").split():
+        terminalreporter.section("cases")
+        for row in rows:
+            terminalreporter.write_line(str(row))
