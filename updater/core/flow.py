@@ -15,17 +15,14 @@ from updater.core.effects import (
     ClearDeadline,
     Effect,
     Finish,
-    MemberFacts,
     Outcome,
-    Record,
-    RecordKind,
-    Result,
     SetBackoff,
     SetDeadline,
 )
 from updater.core.errors import SIGHT, Failure
 from updater.core.participant import Kind
 from updater.core.requests import first_word, phase_request
+from updater.core.results import record, result
 from updater.core.state import FleetState, Member, Phase, Published, Standing, Transaction
 from updater.core.table import SKIPPED, TABLE, TIME_CODES, Row, backoff_s
 from updater.core.votes import collect, objection, verdict
@@ -75,15 +72,16 @@ def enter(state: FleetState, phase: Phase) -> Moved:
     recording = row.record is not None and update.kind is not Kind.CATCH_UP
     state = replace(state, phase=phase, update=replace(update, waiting=frozenset(), replies=(), recording=recording))
     if row.record is not None and recording:
-        return state, (ClearDeadline(), Append(record(state, row.record)))
+        return state, (ClearDeadline(), Append(record(state, update, row.record)))
     return begin_round(state) if row.verb else enter_ready(state)
 
 
 def begin_round(state: FleetState) -> Moved:
-    """Send the row's verb to everybody who has to answer it."""
+    """Send the row's verb to all who have to answer it. Where the others go on without one that fails, one that is lost
+    already is not waited for.
+    """
     update, row = current(state), TABLE[state.phase]
     asked = [member for member in present(state) if not (row.tolerant and _out_of_reach(state, member))]
-    state = replace(state, update=replace(update, waiting=frozenset(member.replica for member in asked)))
     timer: tuple[Effect, ...] = ()
     if row.seconds is not None:
         timer = (SetDeadline(row.phase.value, update.serial, update.attempt, row.seconds(update.policy)),)
@@ -91,8 +89,20 @@ def begin_round(state: FleetState) -> Moved:
     sends = tuple(
         first_word(state, member) if member.unled else phase_request(state, update, member) for member in asked
     )
+    waiting = frozenset(member.replica for member in asked)
+    state = replace(state, update=replace(update, waiting=waiting))
+    for member in asked:
+        if row.tolerant and member.standing is Standing.LOST:
+            state = _set_aside(state, member.replica, _not_heard(state, member.replica), answered=False)
     after, effects = proceed(state)
     return after, (*timer, *sends, *effects)
+
+
+def _not_heard(state: FleetState, replica: str) -> tuple[Failure, ...]:
+    """Of a member that was lost before it was asked: said, unless the update says already what became of it."""
+    if any(failure.replica == replica for failure in current(state).failures):
+        return ()
+    return (Failure("replica_lost", "it does not answer", replica=replica),)
 
 
 def _out_of_reach(state: FleetState, member: Member) -> bool:
@@ -278,20 +288,17 @@ def undo(state: FleetState, reason: str, causes: tuple[Failure, ...] = ()) -> Mo
 
 def drop_out(state: FleetState, replica: str, failures: tuple[Failure, ...], *, answered: bool) -> Moved:
     """In a tolerant phase one member fails: mark it and go on with the others."""
+    return proceed(_set_aside(state, replica, failures, answered=answered))
+
+
+def _set_aside(state: FleetState, replica: str, failures: tuple[Failure, ...], *, answered: bool) -> FleetState:
+    """Marked and not waited for: it owes its acknowledgement from here on."""
     update, row = current(state), TABLE[state.phase]
     state = state.with_member(_marked(state, row, _member(state, replica), failures, answered))
     if update.retry:  # the next attempt would need it
         update = replace(update, retry=False, end=Outcome.ABORTED)
     update = replace(update, waiting=update.waiting - {replica}, failures=(*update.failures, *failures))
-    return proceed(replace(state, update=update))
-
-
-def stop_waiting(state: FleetState, replica: str) -> Moved:
-    """Nobody will answer for `replica` any more."""
-    update = state.update
-    if update is None or replica not in update.waiting:
-        return state, ()
-    return proceed(replace(state, update=replace(update, waiting=update.waiting - {replica})))
+    return replace(state, update=update)
 
 
 def _marked(state: FleetState, row: Row, member: Member, failures: tuple[Failure, ...], answered: bool) -> Member:
@@ -324,27 +331,7 @@ def timed_out(state: FleetState) -> Moved:
     return state, effects
 
 
-# --- records and the end
-
-
-def record(state: FleetState, kind: RecordKind) -> Record:
-    update = current(state)
-    return Record(
-        kind=kind,
-        epoch=state.epoch,
-        serial=update.serial,
-        attempt=update.attempt,
-        update=update.update,
-        body_hash=update.body_hash,
-        op=update.kind,
-        version=update.version,
-        digest=update.digest,
-        manifest_digest=update.manifest_digest,
-        members=update.participants,
-        offer=update.offer,
-        manifest=update.manifest,
-        policy=update.policy,
-    )
+# --- the end
 
 
 def finish(state: FleetState) -> Moved:
@@ -366,35 +353,3 @@ def _gave_up(state: FleetState) -> FleetState:
     for member in present(state):
         state = state.with_member(replace(member, gave_up_on=update.label, why=why))
     return state
-
-
-def result(state: FleetState, update: Transaction, outcome: Outcome) -> Result:
-    reason = update.failures[0].code if update.failures and outcome is not Outcome.COMMITTED else ""
-    participants = dict(update.participants)
-    return Result(
-        update=update.update,
-        serial=update.serial,
-        attempts=update.attempt,
-        kind=update.kind,
-        outcome=outcome,
-        reason=reason,
-        failures=update.failures,
-        version=update.version,
-        digest=update.digest,
-        manifest_digest=update.manifest_digest,
-        proof=update.proof,
-        bytes_read=update.bytes_read,
-        tensors_changed=update.tensors_changed,
-        warnings=update.warnings,
-        aborted_requests=update.aborted_requests,
-        requeued_requests=update.requeued_requests,
-        members=tuple(_facts(member, participants) for member in state.members),
-        live=state.live.label if state.live else None,
-        rollback_to=state.rollback_to,
-        compared=update.compared,
-    )
-
-
-def _facts(member: Member, participants: dict[str, str]) -> MemberFacts:
-    took_part = participants.get(member.replica) == member.incarnation
-    return MemberFacts(member.replica, member.incarnation, member.standing.value, took_part)

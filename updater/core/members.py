@@ -11,7 +11,7 @@ from dataclasses import replace
 from updater.core.effects import Accepted, Admit, Denied, Effect, Forget, Send
 from updater.core.errors import Failure
 from updater.core.events import Joined, Left, Refused, Replied
-from updater.core.flow import Moved, back_on_old, drop_out, stop_waiting, trouble
+from updater.core.flow import Moved, back_on_old, drop_out, trouble
 from updater.core.participant import (
     Description,
     DiscardRequest,
@@ -157,8 +157,7 @@ def removed(state: FleetState, replica: str, failure: Failure) -> Moved:
     state, effects = lost(state, replica, failure)
     if member is not None:
         state = replace(state, gone=(*state.gone, (replica, member.incarnation))[-GONE_KEPT:])
-    after, more = stop_waiting(state.without_member(replica), replica)
-    return after, (*effects, Forget(replica), *more)
+    return state.without_member(replica), (*effects, Forget(replica))
 
 
 def lost(state: FleetState, replica: str, failure: Failure) -> Moved:

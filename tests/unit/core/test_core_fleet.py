@@ -403,6 +403,51 @@ def test_a_member_that_breaks_while_it_is_asked_to_discard_is_not_waited_for(sim
     assert flow.current(state(sim)).waiting == {"a"}
 
 
+def test_a_member_that_was_lost_before_is_asked_to_discard_and_not_waited_for(sim: Simulation) -> None:
+    """Its answer is owed: once it is back it lets go of what it staged, and serves as before."""
+    sim.begin("u", 4)
+    sim.run(until=Phase.STAGING)
+    sim.do_lost("b")
+    assert (state(sim).phase, flow.current(state(sim)).waiting) == (Phase.DISCARDING, {"a"})
+    sim.run(hold=lambda packet: packet.to == "b")
+    (result,) = [each for each in sim.results if each.update == "u"]
+    assert (result.outcome, [failure.code for failure in result.failures]) == (Outcome.ABORTED, ["replica_lost"])
+    member = state(sim).member("b")
+    assert member is not None
+    assert member.owed is not None
+    assert (state(sim).phase, member.standing, member.spare_unknown) == (Phase.IDLE, Standing.LOST, True)
+    assert (member.owed.verb, code(sim.begin("next", 5))) == ("discard", "member_blocked")
+    sim.heal()
+    assert standing(sim, "b") is Standing.OK
+    sim.begin("next", 5)
+    sim.settle()
+    assert sim.results[-1].outcome is Outcome.COMMITTED
+
+
+def test_the_others_do_not_stay_shut_for_a_member_that_is_lost(sim: Simulation) -> None:
+    """It dies before it installs: who has installed is put back and reopened at once. Its own word is owed."""
+    sim.begin("u", 4)
+    sim.run(until=Phase.INSTALLING)
+    sim.do_lost("b")
+    assert (state(sim).phase, flow.current(state(sim)).waiting) == (Phase.RESTORING, frozenset())
+    sim.run(hold=lambda packet: packet.to == "b")
+    assert (sim.results[-1].update, sim.results[-1].outcome) == ("u", Outcome.ROLLED_BACK)
+    assert (standing(sim, "a"), standing(sim, "b")) == (Standing.OK, Standing.QUARANTINED)
+    sim.heal()
+    assert {standing(sim, name) for name in "ab"} == {Standing.OK}
+
+
+def test_a_loss_that_only_a_recovery_found_is_said_of_the_member(sim: Simulation) -> None:
+    sim.begin("u", 4)
+    sim.run(until=Phase.RESUMING)
+    sim.do_crash()
+    sim.do_restart(("b",))
+    sim.run(hold=lambda packet: packet.to == "b")
+    result = sim.results[-1]
+    assert result.outcome is Outcome.COMMITTED
+    assert [(failure.code, failure.replica) for failure in result.failures] == [("replica_lost", "b")]
+
+
 def test_a_broken_member_owes_nothing(sim: Simulation) -> None:
     sim.begin("u", 4)
     sim.run(until=Phase.RESUMING)
