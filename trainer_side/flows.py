@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -23,6 +23,10 @@ T = TypeVar("T")
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 CALL_S = 30.0
 NOBODY = "is `liveweights serve` running, and is this its address (--url, LIVEWEIGHTS_URL)?"
+#: The same for an address where something else answers.
+ADDRESS = "give the coordinator's address (--url, LIVEWEIGHTS_URL, or the argument url)"
+#: What a proxy answers for a server that it cannot reach.
+_NO_SERVER = (502, 504)
 #: Characters of a manifest that may travel within a request; larger ones are uploaded first.
 INLINE_MANIFEST = 1 << 20
 
@@ -46,8 +50,11 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """`server`: the address that it came from."""
+
     status: int
     body: bytes
+    server: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +199,11 @@ def read(answer: Answer) -> Mapping[str, Any]:
         return document
     from updater.http import error_of  # brings a web framework along, which a client that succeeds does not need
 
-    raise error_of(answer.status, document)
+    if isinstance(document, dict) and isinstance(document.get("failures"), list):
+        raise error_of(answer.status, document)
+    told = error_of(answer.status, None, fallback="unreachable" if answer.status in _NO_SERVER else "not_found")
+    text = f"{answer.server or 'the server'} answers with status {answer.status}, and not as a coordinator does"
+    raise type(told)(replace(told.failures[0], message=text, hint=ADDRESS))
 
 
 def _wait(wait: bool) -> tuple[tuple[str, str], ...]:

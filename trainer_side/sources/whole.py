@@ -62,6 +62,10 @@ def without_bytes(tensor: torch.Tensor) -> str | None:
         return "a functional tensor, which exists only while a function is traced"
     if tensor.is_nested:
         return "a nested tensor"
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a tensor of a function transform (vmap, grad)"
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"a {type(tensor).__name__}, which computes its elements from other tensors"
     if tensor.is_meta or tensor.layout is not torch.strided:
         return f"a tensor on device {tensor.device.type} with layout {tensor.layout}"
     if tensor.numel() and tensor.dtype in DTYPE_NAMES and _end(tensor) > tensor.untyped_storage().nbytes():

@@ -14,6 +14,7 @@ from updater.security import Tokens
 
 #: A readmission digests the live bytes of every rank: about 3 GB/s for each.
 ANSWER_S = 900.0
+_REPLICA = "give the replica's own address: `liveweights status` lists it"
 
 
 def run(url: str, verb: str, body: Mapping[str, str], *, as_json: bool) -> None:
@@ -38,18 +39,21 @@ def ask(url: str, verb: str, body: Mapping[str, str]) -> FrontStatus:
             trust_env=False,
         )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Unavailable(Failure("unreachable", f"{url} does not answer: {error}")) from None
+        raise Unavailable(Failure("unreachable", f"{url} does not answer: {error}", hint=_REPLICA)) from None
     if response.status_code != 200:
         raise _problem(url, response)
     try:
         status: FrontStatus = wire.decode(FrontStatus, response.content)
     except (wire.WireError, ValueError) as error:
-        raise Unavailable(Failure("unreachable", f"{url} is no replica: {error}")) from None
+        raise Unavailable(Failure("unreachable", f"{url} is no replica: {error}", hint=_REPLICA)) from None
     return status
 
 
 def _problem(url: str, response: httpx.Response) -> LiveweightsError:
     try:
-        return http.error_of(response.status_code, response.json())
+        document = response.json()
     except ValueError:
-        return Unavailable(Failure("unreachable", f"{url} is no replica: status {response.status_code}"))
+        document = None
+    if isinstance(document, dict) and isinstance(document.get("failures"), list):
+        return http.error_of(response.status_code, document)
+    return Unavailable(Failure("unreachable", f"{url} is no replica: status {response.status_code}", hint=_REPLICA))

@@ -207,7 +207,11 @@ def test_an_address_needs_no_scheme(coordinator: FakeCoordinator) -> None:
 
 
 @pytest.mark.case("F30")
-@pytest.mark.parametrize("url", ["ftp://127.0.0.1:8700", "http://", "http://127.0.0.1:port", "http://[::1"])
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://127.0.0.1:8700", "http://", "http://127.0.0.1:port", "http://[::1", "http://a\nb", ":8700", "/v1",
+     "http://127.0.0.1:99999", "http://127.0.0.1:0"],
+)  # fmt: skip
 def test_what_is_no_address_is_refused(url: str) -> None:
     ran = run("status", "--url", url, "--json")
     assert ran.exit_code == Exit.REFUSED
@@ -230,3 +234,36 @@ def test_the_address_of_another_server_is_named_as_such(coordinator: FakeCoordin
     assert document["code"] == "not_found"
     assert "--url" in document["hint"]
     assert ("'one'" in document["detail"]) is ("replica" in answer)
+
+
+@pytest.mark.case("F30")
+@pytest.mark.parametrize(
+    ("status", "code", "rc"),
+    [(404, "not_found", Exit.REFUSED), (200, "not_found", Exit.REFUSED), (501, "not_found", Exit.REFUSED),
+     (403, "forbidden", Exit.REFUSED), (502, "unreachable", Exit.UNAVAILABLE)],
+)  # fmt: skip
+@pytest.mark.parametrize("answer", [{"detail": "Not Found"}, []])
+def test_an_answer_of_no_coordinator_is_named_with_its_address(status: int, code: str, rc: Exit, answer: Any) -> None:
+    class Other(FakeCoordinator):
+        def answer(self, method: str, path: str, query: str) -> tuple[int, Any]:
+            return status, answer
+
+    with Other().serving() as other:
+        ran = run("status", "--url", f"{other.url}/a/path", "--json")
+        replica = run("readmit", other.url, "--json")
+    document = json.loads(ran.stdout)
+    assert (ran.exit_code, document["code"]) == (rc, code)
+    assert other.url in document["detail"]
+    assert "--url" in document["hint"]
+    assert (replica.exit_code, json.loads(replica.stdout)["code"]) == (Exit.UNAVAILABLE, "unreachable")
+    assert json.loads(replica.stdout)["hint"]
+
+
+@pytest.mark.case("F30")
+def test_a_password_in_an_address_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flows, "BACKOFF_S", ())
+    with FakeCoordinator().serving() as gone:
+        url = gone.url
+    ran = run("status", "--url", url.replace("//", "//me:secret@"), "--json")
+    assert url in json.loads(ran.stdout)["detail"]
+    assert "secret" not in ran.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -335,6 +336,39 @@ def freed_behind() -> torch.Tensor:
     return tensor
 
 
+class Quantised(torch.Tensor):
+    """As torchao's: a tensor that is computed from others whenever somebody reads it."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Quantised:
+        made: Quantised = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:  # what a Parameter asks of it
+            return cls(args[0].inner)
+        raise NotImplementedError
+
+
+class Named(torch.Tensor):
+    """A plain tensor with a name of its own."""
+
+
+def of_a_transform(transform: Callable[..., Any]) -> torch.Tensor:
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor.sum()
+
+    transform(keep)(torch.ones(3))
+    return kept[0]
+
+
 WITHOUT_BYTES = {
     "fake": fake,
     "freed": freed,
@@ -344,6 +378,12 @@ WITHOUT_BYTES = {
     "not initialised": UninitializedParameter,
     "sparse": lambda: torch.eye(3).to_sparse(),
     "meta": lambda: torch.empty(2, 3, device="meta"),
+    "compressed": lambda: torch.eye(3).to_sparse_csr(),
+    "nested, strided": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "computed": lambda: Quantised(torch.ones(2, 3, dtype=torch.int8)),
+    "a parameter that is computed": lambda: torch.nn.Parameter(Quantised(torch.ones(2, 3)), requires_grad=False),
+    "of vmap": lambda: of_a_transform(torch.vmap),
+    "of grad": lambda: of_a_transform(torch.func.grad),
 }
 
 
@@ -351,6 +391,19 @@ WITHOUT_BYTES = {
 @pytest.mark.parametrize("make", WITHOUT_BYTES.values(), ids=WITHOUT_BYTES)
 def test_a_tensor_without_memory_is_refused_by_name(make: Callable[[], torch.Tensor]) -> None:
     assert failures({"whole": torch.ones(2, 3), "odd": make()}) == {("bad_request", "odd")}
+
+
+@pytest.mark.case("F31")
+def test_a_dtype_of_quantised_torch_tensors_is_refused_by_name() -> None:
+    odd = torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8)
+    assert failures({"whole": torch.ones(2, 3), "odd": odd}) == {("tensor_dtype", "odd")}
+
+
+@pytest.mark.case("F31")
+def test_a_subclass_with_memory_of_its_own_is_sent_as_it_reads() -> None:
+    tensor = torch.arange(6.0).reshape(2, 3)
+    source = as_source({"it": tensor.as_subclass(Named)})
+    assert source.digests()["it"] == to_hex(tensor_digest(tensor, "F32"))
 
 
 @pytest.mark.case("F26")
