@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch._C._distributed_c10d import FileStore
 
 from engine_adapter.base import EngineSpec
@@ -81,7 +82,7 @@ def load_model(spec: EngineSpec, options: Options) -> Any:
             use_safetensors=True,
             trust_remote_code=False,
         ).eval()
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the boundary to a library, whose classes raise what they like
         raise LiveweightsError(_cannot_load(spec.model, error)) from error
     _own_memory(model)
     return model
@@ -91,7 +92,7 @@ def _check_heads(library: Any, spec: EngineSpec) -> None:
     """Ranks share out whole heads, of keys and values too: the library finds out only in its generation loop."""
     try:
         config = library.AutoConfig.from_pretrained(spec.model, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # as above
         raise LiveweightsError(_cannot_load(spec.model, error)) from error
     text = config.get_text_config()
     heads = text.num_attention_heads
@@ -104,18 +105,31 @@ def _check_heads(library: Any, spec: EngineSpec) -> None:
 
 
 def _cannot_load(model: str, error: Exception) -> Failure:
-    """The library maps checkpoints into memory; where that is what failed, its error names neither cause nor file."""
+    """With the file, where one of them is what failed: the library's error often names neither cause nor file."""
     for path in sorted(Path(model).glob("*.safetensors")):
-        try:
-            with open(path, "rb") as file:
-                mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ).close()
-        except OSError as cause:
-            why = f"the storage of this file cannot be mapped into memory, which the library needs: {cause.strerror}"
-            hint = "copy the checkpoint to a local disk and start from there"
+        why, hint = _unreadable(path)
+        if why:
             return Failure("placement_refused", why, file=str(path), hint=hint)
-        except ValueError:  # an empty file: the library says so
-            continue
-    return Failure("placement_refused", f"cannot load: {error}", file=model)
+    return Failure("placement_refused", f"cannot load: {type(error).__name__}: {error}"[:2000], file=model)
+
+
+def _unreadable(path: Path) -> tuple[str, str]:
+    """(what is wrong with one file of weights, what helps); empty for a good one."""
+    try:
+        with open(path, "rb") as file:
+            try:
+                mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ).close()
+            except OSError as cause:
+                why = (
+                    f"the storage of this file cannot be mapped into memory, which the library needs: {cause.strerror}"
+                )
+                return why, "copy the checkpoint to a local disk and start from there"
+        with safe_open(path, "pt"):
+            return "", ""
+    except OSError as cause:
+        return f"cannot be read: {cause.strerror}", ""
+    except (ValueError, SafetensorError) as cause:  # an empty one cannot be mapped at all
+        return f"is no whole safetensors file: {cause}", ""
 
 
 def _join_group(spec: EngineSpec, options: Options) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,41 @@ def test_a_start_from_storage_that_cannot_be_mapped_names_the_file(tmp_path: Pat
     failure = refused(EngineSpec(0, 1, str(model), "", {}))
     assert (failure.code, failure.file) == ("placement_refused", str(model / "model.safetensors"))
     assert failure.hint
+
+
+@pytest.mark.case("F25")
+@pytest.mark.parametrize("cut", [lambda data: b"", lambda data: data[:-100], lambda data: b"x" * 1000])
+def test_a_broken_file_of_weights_is_named(tmp_path: Path, cut: Callable[[bytes], bytes]) -> None:
+    model = make_model(tmp_path / "model")
+    weights = model / "model.safetensors"
+    weights.write_bytes(cut(weights.read_bytes()))
+    failure = refused(EngineSpec(0, 1, str(model), "", {}))
+    assert (failure.code, failure.file) == ("placement_refused", str(weights))
+
+
+@pytest.mark.case("F25")
+def test_a_folder_in_the_place_of_weights_is_named_and_not_called_storage(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").mkdir()
+    failure = refused(EngineSpec(0, 1, str(model), "", {}))
+    assert (failure.code, failure.file) == ("placement_refused", str(model / "model.safetensors"))
+    assert not failure.hint
+
+
+@pytest.mark.case("F25")
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [({"num_attention_heads": "x"}, "num_attention_heads"), ({"hidden_act": "none of these"}, "none of these"),
+     ({"model_type": "none of these"}, "none of these"), ({"num_attention_heads": 0}, "ZeroDivisionError"),
+     ({"intermediate_size": 7}, "RuntimeError")],
+)  # fmt: skip
+def test_whatever_the_library_raises_is_typed_with_its_words(
+    tmp_path: Path, config: dict[str, object], said: str
+) -> None:
+    model = make_model(tmp_path / "model")
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    failure = refused(EngineSpec(0, 1, str(model), "", {}))
+    assert (failure.code, failure.file) == ("placement_refused", str(model))
+    assert said in failure.message
