@@ -934,6 +934,37 @@ def test_a_member_lost_while_resuming_does_not_undo_the_publication(tmp_path: Pa
     run(tmp_path, scenario)
 
 
+@pytest.mark.parametrize("waited", ["discard", "resume"])
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_member_whose_removal_ends_an_update_is_in_its_receipt(tmp_path: Path, waited: str, comes_back: bool) -> None:
+    """The update waits for nothing but that member: its end and the removal are one step."""
+
+    async def scenario(service: LocalService) -> None:
+        one, two = await service.join("one", "two")
+        was = two.state.incarnation
+        two.hold[waited] = asyncio.Event()
+        if waited == "discard":
+            one_failure(one, "stage", "source_missing")
+        pushed = asyncio.create_task(service.push(7))
+        await settle()
+        if comes_back:
+            two.restart()
+            body = {"replica": two.replica, "url": two.url}
+            assert (await service.post("/v1/fleet/replicas", body)).status_code == 201
+        else:
+            assert (await service.http.delete("/v1/fleet/replicas/two?confirm_dead=true")).status_code == 204
+        await settle()
+        document = (await asyncio.wait_for(pushed, 30)).json()
+        receipt = document.get("receipt", document)
+        assert receipt["outcome"] == ("aborted" if waited == "discard" else "committed")
+        states = {member["replica"]: (member["state"], member["incarnation"]) for member in receipt["members"]}
+        assert states == {"one": ("open", one.state.incarnation), "two": ("lost", was)}
+        two.hold.pop(waited).set()
+        assert (await service.push(8)).status_code == 200
+
+    run(tmp_path, scenario)
+
+
 # --- the end
 
 

@@ -228,8 +228,11 @@ class Coordinator:
     def on_started(self, started: Started) -> None:
         self.desk.started(started)
 
-    def on_finished(self, finish: Finish) -> None:
-        self.desk.finished(finish, {member.replica: self._view(member) for member in self.state.members})
+    def on_finished(self, finish: Finish, before: FleetState) -> None:
+        """What ended it may have removed a member: its receipt still names that one."""
+        known = {(member.replica, member.incarnation): member for member in (*before.members, *self.state.members)}
+        facts = finish.result.members
+        self.desk.finished(finish, {fact.replica: self._view(known[fact.replica, fact.incarnation]) for fact in facts})
 
     def on_admitted(self, replica: str) -> None:
         """It serves what is live: shown at once, not only after the next probe."""

@@ -49,7 +49,7 @@ class Owner(Protocol):
 
     def on_started(self, started: Started) -> None: ...
 
-    def on_finished(self, finish: Finish) -> None: ...
+    def on_finished(self, finish: Finish, before: FleetState) -> None: ...
 
     def on_admitted(self, replica: str) -> None: ...
 
@@ -138,7 +138,7 @@ class Machine:
             if before and _moved(before, self.state):
                 self._owner.on_moved(before, self.state)
             for effect in effects:
-                self._perform(effect)
+                self._perform(effect, before or self.state)
                 if self.stopped is not None:
                     return
         except JournalFailed as error:
@@ -148,7 +148,7 @@ class Machine:
         finally:
             self._running = was_running
 
-    def _perform(self, effect: Effect) -> None:
+    def _perform(self, effect: Effect, before: FleetState) -> None:
         match effect:
             case Send():
                 if self._outbox is not None:
@@ -161,7 +161,7 @@ class Machine:
             case Started():
                 self._owner.on_started(effect)
             case Finish():
-                self._owner.on_finished(effect)
+                self._owner.on_finished(effect, before)
             case Admit(replica):
                 self._owner.on_admitted(replica)
             case Forget(replica):
