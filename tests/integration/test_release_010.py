@@ -10,7 +10,7 @@ import asyncio
 import json
 import shutil
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,15 @@ class Mixed(Fleet):
         return old or super().make(replica, url)
 
 
-def state_of_010(folder: Path) -> Path:
-    """The state folder as 0.1.0 left it."""
+def state_of_010(folder: Path, changed: Mapping[str, str] | None = None) -> Path:
+    """The state folder as 0.1.0 left it. `changed`: recorded paths and addresses, and what stands in their place."""
+    recorded = (RECORDED / "journal.sql").read_text()
+    for old, new in (changed or {}).items():
+        recorded = recorded.replace(old, new)
     folder.mkdir(parents=True)
     with closing(sqlite3.connect(folder / "journal.sqlite3", isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode = WAL")
-        db.executescript((RECORDED / "journal.sql").read_text())
+        db.executescript(recorded)
     shutil.copytree(RECORDED / "manifests", folder / "manifests")
     return folder
 
