@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -324,4 +326,60 @@ def test_a_coordinator_whose_fleet_was_adopted_while_it_stood_still_stops(world:
     assert {world.serves(name) for name in NAMES} == {label}
     world.end(taker)
     world.restart(state)
+    world.until(world.ready)
+
+
+def claimed(state: Path) -> tuple[int, str]:
+    """Epoch and owner that the journal in this folder names."""
+    with closing(sqlite3.connect(state / "journal.sqlite3")) as db:
+        epoch, owner = db.execute("SELECT epoch, owner FROM ownership").fetchone()
+    return int(epoch), str(owner)
+
+
+@pytest.mark.case("F61")
+def test_a_state_folder_copied_while_its_coordinator_lives_takes_the_fleet_with_the_next_epoch(world: World) -> None:
+    label, state, second = world.serves("a"), world.new_state(), free_port()
+    shutil.copytree(world.state, state)
+    old, taker = world.coordinator, world.serve(state, second)
+    assert old.wait(GUARD_S) == 1
+    assert " ERROR " in (world.home / f"coordinator-{world.port}.log").read_text()
+    assert {world.serves(name) for name in NAMES} == {label}
+    label = world.published(second)
+    assert {world.serves(name) for name in NAMES} == {label}
+    world.end(taker)
+    world.restart(state)
+    world.until(world.ready)
+
+
+@pytest.mark.case("F61")
+def test_of_two_coordinators_on_copies_with_one_epoch_the_higher_owner_loses(world: World) -> None:
+    """Both start while no replica can say whom it obeys, so both claim the same epoch."""
+    label, second = world.serves("a"), free_port()
+    copy = world.new_state()
+    shutil.copytree(world.state, copy)
+    world.end(world.coordinator)
+    for name in NAMES:
+        stand_still(world.replicas[name].pid)
+    before = claimed(copy)
+    other = world.serve(copy, second)
+    world.restart()
+    world.until(lambda: all(claimed(state) != before for state in (world.state, copy)))
+    sides = {claimed(state): (port, process, state) for state, port, process in (
+        (world.state, world.port, world.coordinator), (copy, second, other))}  # fmt: skip
+    assert {epoch for epoch, _ in sides} == {before[0] + 1}
+    for name in NAMES:
+        world.replicas[name].send_signal(signal.SIGCONT)
+    (winner, _, kept), (loser, lost, _) = (sides[claim] for claim in sorted(sides))
+    world.until(lambda: lost.poll() == 1 or world.held(loser) == "behind")
+    assert {world.serves(name) for name in NAMES} == {label}
+    world.until(lambda: [each["state"] for each in world.fleet(winner)["members"]] == ["open", "open"])
+    assert {world.front(name)["owner"] for name in NAMES} == {min(sides)[1]}
+    assert world.held(winner) == ""
+    if lost.poll() is None:
+        assert world.push(loser).json()["code"] == "behind"
+    label = world.published(winner)
+    assert {world.serves(name) for name in NAMES} == {label}
+    for process in (other, world.coordinator):
+        world.end(process)
+    world.restart(kept)
     world.until(world.ready)
