@@ -11,8 +11,14 @@ TESTS = Path(__file__).parents[1]
 
 
 def _tested() -> set[str]:
-    marks = (mark for path in TESTS.rglob("*.py") for mark in re.findall(r"mark\.case\(([^)]*)\)", path.read_text()))
-    return {case for mark in marks for case in re.findall(r'"([BF]\d+)"', mark)}
+    """Ids in `mark.case(...)`, and those that stand first in a `Case(...)` of a parametrised test."""
+    named = re.compile(r'mark\.case\(([^)]*)\)|\bCase\(\s*("[BF]\d+"),')
+    marks = ("".join(found) for path in TESTS.rglob("*.py") for found in named.findall(path.read_text()))
+    return {case for mark in marks for case in re.findall(r'"([^"]*)"', mark)}
+
+
+def _names() -> set[str]:
+    return set(re.findall(r"def (test_\w+)\(", "\n".join(path.read_text() for path in TESTS.rglob("*.py"))))
 
 
 def test_every_case_has_a_test() -> None:
@@ -21,3 +27,8 @@ def test_every_case_has_a_test() -> None:
 
 def test_every_id_of_a_test_is_a_case() -> None:
     assert _tested() - listed() == set()
+
+
+def test_ids_are_marks_and_no_part_of_names() -> None:
+    """What stands in a name is in no list of results."""
+    assert {name for name in _names() if re.search(r"_[BFbf]\d{2,3}(_|$)", name)} == set()

@@ -73,15 +73,16 @@ def v8(tmp_path: Path) -> Path:
     return tmp_path / "v8"
 
 
-# B001, B010, B029: headers
+# Headers
 
 
+@pytest.mark.case("B001")
 @pytest.mark.parametrize(
     ("claim", "code"),
     [(2**63 - 1, "file_header"), (200_000_000, "file_header"), (HEADER_LIMIT + 1, "file_header"),
      (HEADER_LIMIT, "file_truncated")],
 )  # fmt: skip
-def test_B001_a_claimed_header_length_is_not_believed(tmp_path: Path, claim: int, code: str) -> None:
+def test_a_claimed_header_length_is_not_believed(tmp_path: Path, claim: int, code: str) -> None:
     path = HandMadeFile(header=b"{}", payload=b"\0" * 54, claim=claim).write(tmp_path / "model.safetensors")
     assert path.stat().st_size == 64
     tracemalloc.start()
@@ -92,20 +93,23 @@ def test_B001_a_claimed_header_length_is_not_believed(tmp_path: Path, claim: int
     assert peak < 1 << 20
 
 
-def test_B001_a_header_longer_than_the_file(tmp_path: Path) -> None:
+@pytest.mark.case("B001")
+def test_a_header_longer_than_the_file(tmp_path: Path) -> None:
     HandMadeFile(header=b"{}", claim=1000).write(tmp_path / "model.safetensors")
     with refused("file_truncated", files=["model.safetensors"]):
         opened(tmp_path)
 
 
+@pytest.mark.case("B002")
 @pytest.mark.parametrize("size", [0, 7])
-def test_B002_a_file_without_room_for_its_length(tmp_path: Path, size: int) -> None:
+def test_a_file_without_room_for_its_length(tmp_path: Path, size: int) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\0" * size)
     with refused("file_truncated", files=["model.safetensors"]):
         opened(tmp_path)
 
 
-def test_B002_a_shard_short_of_one_byte(v8: Path) -> None:
+@pytest.mark.case("B002")
+def test_a_shard_short_of_one_byte(v8: Path) -> None:
     short = v8 / shard_name(2, 2)
     short.write_bytes(short.read_bytes()[:-1])
     with refused("file_truncated", files=[short.name], tensors=["model.norm.weight"]) as caught:
@@ -114,21 +118,24 @@ def test_B002_a_shard_short_of_one_byte(v8: Path) -> None:
     assert str(short.stat().st_size + 1) in caught[0].failures[0].message
 
 
-def test_B004_one_name_twice_in_a_header(tmp_path: Path) -> None:
+@pytest.mark.case("B004")
+def test_one_name_twice_in_a_header(tmp_path: Path) -> None:
     made = HandMadeFile().tensor("model.norm.weight", torch.ones(4)).tensor("model.norm.weight", torch.zeros(4))
     made.write(tmp_path / "model.safetensors")
     with refused("tensor_duplicate", tensors=["model.norm.weight"], files=["model.safetensors"]):
         opened(tmp_path)
 
 
-def test_B004_one_field_twice_in_an_entry(tmp_path: Path) -> None:
+@pytest.mark.case("B004")
+def test_one_field_twice_in_an_entry(tmp_path: Path) -> None:
     header = b'{"t":{"dtype":"F32","shape":[1],"shape":[2],"data_offsets":[0,4]}}'
     HandMadeFile(header=header, payload=b"\0" * 4).write(tmp_path / "model.safetensors")
     with refused("tensor_duplicate", files=["model.safetensors"]):
         opened(tmp_path)
 
 
-def test_B006_two_tensors_on_the_same_bytes(tmp_path: Path) -> None:
+@pytest.mark.case("B006")
+def test_two_tensors_on_the_same_bytes(tmp_path: Path) -> None:
     def entry(low: int, high: int) -> dict[str, object]:
         return {"dtype": "BF16", "shape": [8, 16], "data_offsets": [low, high]}
 
@@ -138,7 +145,8 @@ def test_B006_two_tensors_on_the_same_bytes(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-def test_B006_a_tensor_inside_another(tmp_path: Path) -> None:
+@pytest.mark.case("B006")
+def test_a_tensor_inside_another(tmp_path: Path) -> None:
     def entry(low: int, high: int) -> dict[str, object]:
         return {"dtype": "U8", "shape": [high - low], "data_offsets": [low, high]}
 
@@ -148,8 +156,9 @@ def test_B006_a_tensor_inside_another(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+@pytest.mark.case("B006")
 @pytest.mark.parametrize("at", [0, 4, 16, 17])
-def test_B006_an_empty_tensor_lies_between_others_or_nowhere(tmp_path: Path, at: int) -> None:
+def test_an_empty_tensor_lies_between_others_or_nowhere(tmp_path: Path, at: int) -> None:
     made = (
         HandMadeFile().tensor("t", torch.ones(4)).entry("e", {"dtype": "F32", "shape": [0], "data_offsets": [at, at]})
     )
@@ -162,7 +171,8 @@ def test_B006_an_empty_tensor_lies_between_others_or_nowhere(tmp_path: Path, at:
             opened(tmp_path)
 
 
-def test_B007_a_hole_between_tensors(tmp_path: Path) -> None:
+@pytest.mark.case("B007")
+def test_a_hole_between_tensors(tmp_path: Path) -> None:
     parts = everything(shards())
     made = HandMadeFile()
     for at, (name, tensor) in enumerate(parts.items()):
@@ -175,8 +185,9 @@ def test_B007_a_hole_between_tensors(tmp_path: Path) -> None:
     assert len(caught[0].failures) == 1
 
 
+@pytest.mark.case("B007")
 @pytest.mark.parametrize("first", [True, False])
-def test_B007_bytes_before_or_behind_all_tensors(tmp_path: Path, first: bool) -> None:
+def test_bytes_before_or_behind_all_tensors(tmp_path: Path, first: bool) -> None:
     made = HandMadeFile()
     (made.hole(8).tensor("t", torch.ones(4)) if first else made.tensor("t", torch.ones(4)).hole(8)).write(
         tmp_path / "model.safetensors"
@@ -185,7 +196,8 @@ def test_B007_bytes_before_or_behind_all_tensors(tmp_path: Path, first: bool) ->
         opened(tmp_path)
 
 
-def test_B009_a_range_that_is_not_shape_times_item_size(tmp_path: Path) -> None:
+@pytest.mark.case("B009")
+def test_a_range_that_is_not_shape_times_item_size(tmp_path: Path) -> None:
     made = HandMadeFile().data("model.embed_tokens.weight", "F32", (257, 16), b"\0" * (257 * 16))
     made.tensor("t", torch.ones(4)).write(tmp_path / "model.safetensors")
     with refused("file_range", tensors=["model.embed_tokens.weight"], files=["model.safetensors"]) as caught:
@@ -194,10 +206,11 @@ def test_B009_a_range_that_is_not_shape_times_item_size(tmp_path: Path) -> None:
     assert str(257 * 16) in caught[0].failures[0].message
 
 
+@pytest.mark.case("B010")
 @pytest.mark.parametrize(
     "header", [b"{}", b'{"__metadata__":{"format":"pt"}}', b'{"__metadata__":{"format":"pt"}}     ']
 )
-def test_B010_a_shard_without_tensors_is_tolerated(v8: Path, header: bytes) -> None:
+def test_a_shard_without_tensors_is_tolerated(v8: Path, header: bytes) -> None:
     write_index(v8, {name: shard_name(1, 2) for name in shards()[0]} | dict.fromkeys(shards()[1], "x.safetensors"))
     (v8 / shard_name(2, 2)).rename(v8 / "x.safetensors")
     HandMadeFile(header=header).write(v8 / "model-00003-of-00003.safetensors")
@@ -208,16 +221,18 @@ def test_B010_a_shard_without_tensors_is_tolerated(v8: Path, header: bytes) -> N
         assert digests(fetch(source)) == digests(everything(shards()))
 
 
+@pytest.mark.case("B010")
 @pytest.mark.parametrize(
     "header", [b"", b"{", b"{}}", b"[]", b"null", b' {"a":1}', b'{"__metadata__":{"format":"pt"},}']
 )
-def test_B010_a_malformed_header(v8: Path, header: bytes) -> None:
+def test_a_malformed_header(v8: Path, header: bytes) -> None:
     HandMadeFile(header=header).write(v8 / shard_name(2, 2))
     with refused("file_header", files=[shard_name(2, 2)]):
         opened(v8)
 
 
-def test_B011_an_empty_tensor_is_a_tensor(tmp_path: Path) -> None:
+@pytest.mark.case("B011")
+def test_an_empty_tensor_is_a_tensor(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model.safetensors", {"e": torch.empty(0, 16), "t": torch.ones(2)})
     with opened(tmp_path) as source:
         assert source.specs["e"].shape == (0, 16)
@@ -227,24 +242,27 @@ def test_B011_an_empty_tensor_is_a_tensor(tmp_path: Path) -> None:
     assert {entry.name: entry.digest for entry in build_manifest(str(tmp_path)).tensors}["e"] == "0" * 16
 
 
-# B013 to B017: index against shards
+# Index against shards
 
 
-def test_B013_an_indexed_shard_is_missing(v8: Path) -> None:
+@pytest.mark.case("B013")
+def test_an_indexed_shard_is_missing(v8: Path) -> None:
     (v8 / shard_name(2, 2)).unlink()
     with refused("shard_missing", files=[shard_name(2, 2)]) as caught:
         opened(v8)
     assert str(len(shards()[1])) in caught[0].failures[0].message
 
 
-def test_B013_a_numbered_shard_is_missing_without_an_index(v8: Path) -> None:
+@pytest.mark.case("B013")
+def test_a_numbered_shard_is_missing_without_an_index(v8: Path) -> None:
     (v8 / "model.safetensors.index.json").unlink()
     (v8 / shard_name(1, 2)).unlink()
     with refused("shard_missing", files=[shard_name(1, 2)]):
         opened(v8)
 
 
-def test_B014_an_indexed_tensor_is_in_no_shard(v8: Path) -> None:
+@pytest.mark.case("B014")
+def test_an_indexed_tensor_is_in_no_shard(v8: Path) -> None:
     absent = "model.layers.1.mlp.up_proj.weight"
     where = {name: shard_name(at, 2) for at, part in enumerate(shards(), 1) for name in part}
     write_index(v8, where | {absent: shard_name(2, 2)})
@@ -252,40 +270,44 @@ def test_B014_an_indexed_tensor_is_in_no_shard(v8: Path) -> None:
         opened(v8)
 
 
-def test_B014_an_indexed_tensor_is_in_another_shard(v8: Path) -> None:
+@pytest.mark.case("B014")
+def test_an_indexed_tensor_is_in_another_shard(v8: Path) -> None:
     where = {name: shard_name(at, 2) for at, part in enumerate(shards(), 1) for name in part}
     write_index(v8, where | {K: shard_name(2, 2)})
     with refused("index_mismatch", tensors=[K], files=[shard_name(1, 2), shard_name(2, 2)]):
         opened(v8)
 
 
-def test_B014_a_tensor_that_the_index_does_not_know(v8: Path) -> None:
+@pytest.mark.case("B014")
+def test_a_tensor_that_the_index_does_not_know(v8: Path) -> None:
     where = {name: shard_name(at, 2) for at, part in enumerate(shards(), 1) for name in part if name != V}
     write_index(v8, where)
     with refused("index_mismatch", tensors=[V], files=[shard_name(1, 2)]):
         opened(v8)
 
 
-def test_B014_a_tensor_in_two_shards(v8: Path) -> None:
+@pytest.mark.case("B014")
+def test_a_tensor_in_two_shards(v8: Path) -> None:
     write_checkpoint(v8 / shard_name(2, 2), shards()[1] | {K: noise("BF16", (8, 16), 1)})
     with refused("file_duplicate", tensors=[K], files=[shard_name(1, 2), shard_name(2, 2)]):
         opened(v8)
 
 
-def test_B014_every_fault_is_listed(v8: Path) -> None:
+@pytest.mark.case("B014")
+def test_every_fault_is_listed(v8: Path) -> None:
     (v8 / shard_name(1, 2)).write_bytes(b"\0" * 9)
     HandMadeFile().data("t", "F7", (1,), b"\0").write(v8 / shard_name(2, 2))
     with refused("file_header", "file_dtype", files=[shard_name(1, 2), shard_name(2, 2)]):
         opened(v8)
 
 
-# B015, F03: a whole second checkpoint beside the indexed one. Which of the two is newer, no header says.
+# A whole second checkpoint beside the indexed one. Which of the two is newer, no header says.
 
 
-@pytest.mark.case("F03")
+@pytest.mark.case("B015", "F03")
 @pytest.mark.parametrize("stray", ["model.safetensors", "model-00001-of-00001.safetensors"])
 @pytest.mark.parametrize("wrapper", ["", "module."])
-def test_B015_the_same_names_beside_the_index_are_ambiguous(v8: Path, stray: str, wrapper: str) -> None:
+def test_the_same_names_beside_the_index_are_ambiguous(v8: Path, stray: str, wrapper: str) -> None:
     write_checkpoint(v8 / stray, {wrapper + name: tensor for name, tensor in everything(shards(seed=7)).items()})
     with refused("source_ambiguous", files=[stray]) as caught:
         opened(v8)
@@ -295,17 +317,17 @@ def test_B015_the_same_names_beside_the_index_are_ambiguous(v8: Path, stray: str
         build_manifest(str(v8))
 
 
-@pytest.mark.case("F03")
-def test_B015_one_name_is_enough_and_a_file_that_is_cut_short_has_names_too(v8: Path) -> None:
+@pytest.mark.case("B015", "F03")
+def test_one_name_is_enough_and_a_file_that_is_cut_short_has_names_too(v8: Path) -> None:
     stray = write_checkpoint(v8 / "model.safetensors", {K: noise("BF16", (8, 16), 7)})
     os.truncate(stray, stray.stat().st_size - 1)
     with refused("source_ambiguous", tensors=[K], files=["model.safetensors"]):
         opened(v8)
 
 
-@pytest.mark.case("F03")
+@pytest.mark.case("B015", "F03")
 @pytest.mark.parametrize("beside", ["other names", "no header"])
-def test_B015_a_file_of_other_names_is_left_alone(v8: Path, beside: str) -> None:
+def test_a_file_of_other_names_is_left_alone(v8: Path, beside: str) -> None:
     stray = write_checkpoint(v8 / "consolidated.safetensors", {"layers.0.wq.weight": noise("BF16", (8, 16), 7)})
     if beside == "no header":
         stray.write_bytes(b"\0" * 4)
@@ -315,8 +337,8 @@ def test_B015_a_file_of_other_names_is_left_alone(v8: Path, beside: str) -> None
         assert stray.name in source.warnings[0].split()
 
 
-@pytest.mark.case("F03")
-def test_B015_digests_beside_it_say_that_the_indexed_files_are_meant(v8: Path) -> None:
+@pytest.mark.case("B015", "F03")
+def test_digests_beside_it_say_that_the_indexed_files_are_meant(v8: Path) -> None:
     manifest = build_manifest(str(v8))
     write_checkpoint(v8 / "model.safetensors", everything(shards(seed=7)))
     bare = replace(manifest, tensors=tuple(replace(entry, digest="") for entry in manifest.tensors))
@@ -329,8 +351,8 @@ def test_B015_digests_beside_it_say_that_the_indexed_files_are_meant(v8: Path) -
     assert inspect(str(v8)).sound
 
 
-@pytest.mark.case("F03")
-def test_B015_a_path_that_names_the_file_or_the_index_is_plain(v8: Path, tmp_path: Path) -> None:
+@pytest.mark.case("B015", "F03")
+def test_a_path_that_names_the_file_or_the_index_is_plain(v8: Path, tmp_path: Path) -> None:
     alone = write_checkpoint(v8 / "model.safetensors", everything(shards(seed=7)))
     index = v8 / "model.safetensors.index.json"
     with opened(alone) as source:
@@ -348,12 +370,13 @@ def test_B015_a_path_that_names_the_file_or_the_index_is_plain(v8: Path, tmp_pat
         assert digests(fetch(source)) == digests(everything(shards()))
 
 
+@pytest.mark.case("B017")
 @pytest.mark.parametrize(
     "name",
     ["../outside/evil.safetensors", "{root}/outside/evil.safetensors", "a/../../outside/evil.safetensors",
      "evil\0.safetensors", "..\\outside\\evil.safetensors", "", ".", "a//b.safetensors"],
 )  # fmt: skip
-def test_B017_an_index_that_leads_out(v8: Path, tmp_path: Path, name: str) -> None:
+def test_an_index_that_leads_out(v8: Path, tmp_path: Path, name: str) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     evil = write_checkpoint(outside / "evil.safetensors", shards()[1])
@@ -365,8 +388,9 @@ def test_B017_an_index_that_leads_out(v8: Path, tmp_path: Path, name: str) -> No
     assert evil.stat().st_atime_ns == 1
 
 
+@pytest.mark.case("B017")
 @pytest.mark.parametrize("link", ["shard", "index", "folder", "manifest"])
-def test_B017_a_link_that_leads_out(v8: Path, tmp_path: Path, link: str) -> None:
+def test_a_link_that_leads_out(v8: Path, tmp_path: Path, link: str) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     path = (
@@ -382,7 +406,8 @@ def test_B017_a_link_that_leads_out(v8: Path, tmp_path: Path, link: str) -> None
         assert digests(fetch(source)) == digests(everything(shards()))
 
 
-def test_B017_a_hub_snapshot_links_into_its_blobs(tmp_path: Path) -> None:
+@pytest.mark.case("B017")
+def test_a_hub_snapshot_links_into_its_blobs(tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -394,29 +419,33 @@ def test_B017_a_hub_snapshot_links_into_its_blobs(tmp_path: Path) -> None:
         assert list(source.specs) == ["t"]
 
 
+@pytest.mark.case("B017")
 @pytest.mark.parametrize("path", ["", "\0", "/nowhere/at/all"])
-def test_B017_a_path_that_is_none(tmp_path: Path, path: str) -> None:
+def test_a_path_that_is_none(tmp_path: Path, path: str) -> None:
     with refused("source_outside_roots"):
         DiskSource.open(path, (str(tmp_path),))
 
 
-def test_B017_a_sibling_whose_name_begins_like_a_root(v8: Path) -> None:
+@pytest.mark.case("B017")
+def test_a_sibling_whose_name_begins_like_a_root(v8: Path) -> None:
     with refused("source_outside_roots"):
         DiskSource.open(str(v8), (str(v8.parent / "v"), str(v8.parent / "v8x")))
 
 
-def test_B017_no_roots_allow_nothing(v8: Path) -> None:
+@pytest.mark.case("B017")
+def test_no_roots_allow_nothing(v8: Path) -> None:
     with refused("source_outside_roots"):
         DiskSource.open(str(v8), ())
 
 
-def test_B017_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.case("B017")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with refused("source_missing", files=["model.safetensors"]):
         opened(tmp_path)
 
 
-# B019 to B024: files that change
+# Files that change
 
 
 def rewrite(path: Path, part: dict[str, torch.Tensor]) -> None:
@@ -428,7 +457,8 @@ def rewrite(path: Path, part: dict[str, torch.Tensor]) -> None:
     assert path.stat().st_size == size
 
 
-def test_B019_a_shard_rewritten_in_place_after_it_was_read(v8: Path) -> None:
+@pytest.mark.case("B019")
+def test_a_shard_rewritten_in_place_after_it_was_read(v8: Path) -> None:
     os.utime(v8 / shard_name(1, 2), ns=(1, 1))  # long ago: file systems count in ticks of several milliseconds
     with opened(v8) as source:
         staged = fetch(source)
@@ -439,7 +469,8 @@ def test_B019_a_shard_rewritten_in_place_after_it_was_read(v8: Path) -> None:
         assert digests(staged) == digests(everything(shards()))
 
 
-def test_B019_a_shard_replaced_while_it_is_read(v8: Path) -> None:
+@pytest.mark.case("B019")
+def test_a_shard_replaced_while_it_is_read(v8: Path) -> None:
     with opened(v8) as source:
         write_checkpoint(v8 / "new", shards(seed=9)[0])
         os.replace(v8 / "new", v8 / shard_name(1, 2))
@@ -448,7 +479,8 @@ def test_B019_a_shard_replaced_while_it_is_read(v8: Path) -> None:
             source.recheck()
 
 
-def test_B019_the_index_or_the_manifest_is_rewritten(v8: Path) -> None:
+@pytest.mark.case("B019")
+def test_the_index_or_the_manifest_is_rewritten(v8: Path) -> None:
     write_manifest(str(v8))
     for name in ("model.safetensors.index.json", "liveweights.manifest.json"):
         with opened(v8) as source:
@@ -457,7 +489,8 @@ def test_B019_the_index_or_the_manifest_is_rewritten(v8: Path) -> None:
                 source.recheck()
 
 
-def test_B020_a_shard_truncated_while_it_is_read(v8: Path) -> None:
+@pytest.mark.case("B020")
+def test_a_shard_truncated_while_it_is_read(v8: Path) -> None:
     path = v8 / shard_name(1, 2)
     half = path.stat().st_size // 2
 
@@ -474,7 +507,8 @@ def test_B020_a_shard_truncated_while_it_is_read(v8: Path) -> None:
             source.recheck()
 
 
-def test_B022_the_source_vanishes_after_its_index_was_read(v8: Path) -> None:
+@pytest.mark.case("B022")
+def test_the_source_vanishes_after_its_index_was_read(v8: Path) -> None:
     layout = find_layout(str(v8), (str(v8),))
     shutil.rmtree(v8)
     with refused("source_missing", files=[shard_name(1, 2), shard_name(2, 2)]):
@@ -484,7 +518,8 @@ def test_B022_the_source_vanishes_after_its_index_was_read(v8: Path) -> None:
         assert digests(fetch(source)) == digests(everything(shards(seed=9)))
 
 
-def test_B022_the_source_vanishes_after_it_was_opened(v8: Path) -> None:
+@pytest.mark.case("B022")
+def test_the_source_vanishes_after_it_was_opened(v8: Path) -> None:
     with opened(v8) as source:
         shutil.rmtree(v8)
         assert digests(fetch(source)) == digests(everything(shards()))
@@ -492,7 +527,8 @@ def test_B022_the_source_vanishes_after_it_was_opened(v8: Path) -> None:
             source.recheck()
 
 
-def test_B023_a_shard_that_is_still_growing(v8: Path) -> None:
+@pytest.mark.case("B023")
+def test_a_shard_that_is_still_growing(v8: Path) -> None:
     write_manifest(str(v8))
     path = v8 / shard_name(2, 2)
     whole = path.read_bytes()
@@ -504,7 +540,8 @@ def test_B023_a_shard_that_is_still_growing(v8: Path) -> None:
         verify_manifest(str(v8))
 
 
-def test_B024_one_flipped_byte(v8: Path) -> None:
+@pytest.mark.case("B024")
+def test_one_flipped_byte(v8: Path) -> None:
     write_manifest(str(v8))
     with opened(v8) as source:
         place = source.places[V]
@@ -520,11 +557,12 @@ def test_B024_one_flipped_byte(v8: Path) -> None:
         assert source.manifest is None
 
 
-# B027 to B035: dtypes and shapes
+# Dtypes and shapes
 
 
+@pytest.mark.case("B027")
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BITS))
-def test_B027_every_known_dtype_has_its_size(tmp_path: Path, dtype: str) -> None:
+def test_every_known_dtype_has_its_size(tmp_path: Path, dtype: str) -> None:
     size = 16 * DTYPE_BITS[dtype] // 8
     path = HandMadeFile().data("t", dtype, (4, 4), bytes(range(size))).write(tmp_path / "model.safetensors")
     with opened(path) as source:
@@ -536,14 +574,16 @@ def test_B027_every_known_dtype_has_its_size(tmp_path: Path, dtype: str) -> None
         opened(path)
 
 
+@pytest.mark.case("B027")
 @pytest.mark.parametrize("dtype", ["F7", "", "bf16", "BF16 "])
-def test_B027_an_invented_dtype(tmp_path: Path, dtype: str) -> None:
+def test_an_invented_dtype(tmp_path: Path, dtype: str) -> None:
     HandMadeFile().data("t", dtype, (4,), b"\0" * 8).write(tmp_path / "model.safetensors")
     with refused("file_dtype", tensors=["t"], files=["model.safetensors"]):
         opened(tmp_path)
 
 
-def test_B027_packed_elements_that_end_inside_a_byte(tmp_path: Path) -> None:
+@pytest.mark.case("B027")
+def test_packed_elements_that_end_inside_a_byte(tmp_path: Path) -> None:
     HandMadeFile().data("t", "F4", (3,), b"\0" * 2).write(tmp_path / "model.safetensors")
     with refused("tensor_shape", tensors=["t"]):
         opened(tmp_path)
@@ -552,6 +592,7 @@ def test_B027_packed_elements_that_end_inside_a_byte(tmp_path: Path) -> None:
 GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
+@pytest.mark.case("B029")
 @pytest.mark.parametrize(
     ("entry", "code"),
     [
@@ -581,14 +622,15 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (GOOD | {"shape": [2.0]}, "tensor_shape"),
     ],
 )
-def test_B029_an_entry_that_is_not_one(tmp_path: Path, entry: object, code: str) -> None:
+def test_an_entry_that_is_not_one(tmp_path: Path, entry: object, code: str) -> None:
     HandMadeFile(payload=b"\0" * 8).entry("t", entry).write(tmp_path / "model.safetensors")
     with refused(code, tensors=["t"], files=["model.safetensors"]):
         opened(tmp_path)
 
 
+@pytest.mark.case("B029")
 @pytest.mark.parametrize("metadata", [{"a": {"b": "c"}}, {"a": 1}, [], "x", None])
-def test_B029_metadata_of_another_shape(tmp_path: Path, metadata: object) -> None:
+def test_metadata_of_another_shape(tmp_path: Path, metadata: object) -> None:
     HandMadeFile(payload=b"\0" * 8).entry("__metadata__", metadata).entry("t", GOOD).write(
         tmp_path / "model.safetensors"
     )
@@ -596,6 +638,7 @@ def test_B029_metadata_of_another_shape(tmp_path: Path, metadata: object) -> Non
         opened(tmp_path)
 
 
+@pytest.mark.case("B029")
 @pytest.mark.parametrize(
     "header",
     [
@@ -605,7 +648,7 @@ def test_B029_metadata_of_another_shape(tmp_path: Path, metadata: object) -> Non
         b'{"t":' + b"9" * 5000 + b"}",
     ],
 )
-def test_B029_text_that_breaks_parsers(tmp_path: Path, header: bytes) -> None:
+def test_text_that_breaks_parsers(tmp_path: Path, header: bytes) -> None:
     HandMadeFile(header=header).write(tmp_path / "model.safetensors")
     with refused("file_header", files=["model.safetensors"]):
         opened(tmp_path)
@@ -631,16 +674,18 @@ def test_what_is_another_kind_of_file_is_named_as_such(tmp_path: Path, start: by
     assert caught[0].hint
 
 
+@pytest.mark.case("B029")
 @pytest.mark.parametrize("name", ["", "a\0b", "a\nb", "\ud800"])
-def test_B029_a_name_that_cannot_be_shown(tmp_path: Path, name: str) -> None:
+def test_a_name_that_cannot_be_shown(tmp_path: Path, name: str) -> None:
     HandMadeFile(payload=b"\0" * 8).entry(name, GOOD).write(tmp_path / "model.safetensors")
     with refused("file_header") as caught:
         opened(tmp_path)
     json.dumps([failure.tensor for failure in caught[0].failures]).encode()
 
 
+@pytest.mark.case("B029")
 @pytest.mark.slow
-def test_B029_a_thousand_mutated_headers(tmp_path: Path) -> None:
+def test_a_thousand_mutated_headers(tmp_path: Path) -> None:
     """Each is opened and read, or refused with a typed error; nothing else comes out, and no file stays open."""
     made = HandMadeFile().entry("__metadata__", {"format": "pt"})
     for name, tensor in everything(shards()).items():
@@ -687,7 +732,8 @@ def mutated(good: bytes, header: int, dice: random.Random) -> bytes:
     return bytes(raw)
 
 
-def test_B030_scalars_with_and_without_a_dimension(tmp_path: Path) -> None:
+@pytest.mark.case("B030")
+def test_scalars_with_and_without_a_dimension(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model.safetensors", {"s": torch.tensor(2.5), "v": torch.tensor([3.5])})
     with opened(tmp_path) as source:
         one, none = torch.zeros(1), torch.zeros(())
@@ -697,7 +743,8 @@ def test_B030_scalars_with_and_without_a_dimension(tmp_path: Path) -> None:
             source.read([Read("s", Box.whole(()), torch.zeros(2))])
 
 
-def test_B031_views_of_one_flat_buffer_are_stored_one_by_one(tmp_path: Path) -> None:
+@pytest.mark.case("B031")
+def test_views_of_one_flat_buffer_are_stored_one_by_one(tmp_path: Path) -> None:
     flat = torch.arange(24.0)
     views = {"a": flat[:8].view(2, 4), "b": flat[8:].view(4, 4).t()}
     write_checkpoint(tmp_path / "model.safetensors", views)
@@ -705,8 +752,9 @@ def test_B031_views_of_one_flat_buffer_are_stored_one_by_one(tmp_path: Path) -> 
         assert digests(fetch(source)) == digests(views)
 
 
+@pytest.mark.case("B033")
 @pytest.mark.parametrize("poisoned", ["double", "disk"])
-def test_B033_a_fused_tensor_from_one_reused_buffer(tmp_path: Path, poisoned: str) -> None:
+def test_a_fused_tensor_from_one_reused_buffer(tmp_path: Path, poisoned: str) -> None:
     parts = {name: noise("BF16", (8, 16), at) for at, name in enumerate("qkv")}
     write_checkpoint(tmp_path / "model.safetensors", parts)
     options = ReaderOptions(limits=Limits(run=1 << 20, bucket=64), poison=True)
@@ -718,7 +766,8 @@ def test_B033_a_fused_tensor_from_one_reused_buffer(tmp_path: Path, poisoned: st
     source.close()
 
 
-def test_B035_bytes_of_another_step_do_not_match_the_manifest(tmp_path: Path) -> None:
+@pytest.mark.case("B035")
+def test_bytes_of_another_step_do_not_match_the_manifest(tmp_path: Path) -> None:
     before = {"w": torch.arange(64.0).view(8, 8)}
     write_checkpoint(tmp_path / "model.safetensors", before)
     manifest = build_manifest(str(tmp_path))
@@ -730,7 +779,8 @@ def test_B035_bytes_of_another_step_do_not_match_the_manifest(tmp_path: Path) ->
         verify_manifest(str(tmp_path))
 
 
-def test_B105_a_source_that_only_says_so_shows_in_the_digest() -> None:
+@pytest.mark.case("B105")
+def test_a_source_that_only_says_so_shows_in_the_digest() -> None:
     """The double behaves as the case describes; what refuses it is the vote."""
     sent = {"a": noise("BF16", (4, 4), 1), "b": noise("BF16", (4, 4), 2)}
     arrived = fetch(LyingSource(sent, silent=frozenset({"b"})))
@@ -738,7 +788,8 @@ def test_B105_a_source_that_only_says_so_shows_in_the_digest() -> None:
     assert wrong == ["b"]
 
 
-def test_B177_the_same_folder_with_new_bytes_gives_the_new_bytes(v8: Path) -> None:
+@pytest.mark.case("B177")
+def test_the_same_folder_with_new_bytes_gives_the_new_bytes(v8: Path) -> None:
     with opened(v8) as source:
         fetch(source)
     write_sharded(v8, shards(seed=9))

@@ -209,8 +209,9 @@ def test_heads_that_the_engine_does_not_know_are_refused_by_name() -> None:
     assert refused(made, layouts=((QKV, L.BY_KV_HEAD),)) == {("layout_unproved", QKV)}
 
 
+@pytest.mark.case("B054")
 def test_a_library_whose_way_was_tried_needs_no_word() -> None:
-    """B054: one per expert and stacked, where the rules say that both were tried."""
+    """One per expert and stacked, where the rules say that both were tried."""
     made = replica(checkpoint(1))
     for engine in made.engines:
         engine.rules = replace(engine.rules, tested=("*.experts.*",))

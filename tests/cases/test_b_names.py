@@ -1,4 +1,4 @@
-"""Cases of kind b: names. Ranks, rules and rank agents are real; the source is in memory."""
+"""Names. Ranks, rules and rank agents are real; the source is in memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def renamed(tensors: Tensors, rename: Callable[[str], str]) -> Tensors:
     return {rename(name): tensor for name, tensor in tensors.items()}
 
 
-def test_B036_one_misspelt_name_lists_one_unknown_and_one_missing() -> None:
+@pytest.mark.case("B036")
+def test_one_misspelt_name_lists_one_unknown_and_one_missing() -> None:
     new = checkpoint(1)
     failures = refused(replica(new), renamed(new, lambda n: n.replace("l.mlp.up_proj", "l.mlp.upp_proj")))
     assert found(failures) == {
@@ -72,7 +73,8 @@ def test_B036_one_misspelt_name_lists_one_unknown_and_one_missing() -> None:
     }
 
 
-def test_B037_all_names_renamed_matches_none() -> None:
+@pytest.mark.case("B037")
+def test_all_names_renamed_matches_none() -> None:
     new = checkpoint(1, experts=False)
     strange = renamed(new, lambda n: "net." + n.replace("_proj", ".to"))
     failures = refused(replica(new), strange)
@@ -87,7 +89,8 @@ def tied(head: torch.Tensor | None, embed: torch.Tensor | None) -> BareReplica:
     return BareReplica([engine], lambda _rank: MemorySource(tensors, manifest_of(tensors)))
 
 
-def test_B038_a_tied_model_accepts_an_equal_head_and_says_so() -> None:
+@pytest.mark.case("B038")
+def test_a_tied_model_accepts_an_equal_head_and_says_so() -> None:
     weight = torch.arange(8.0).view(4, 2).to(torch.bfloat16)
     made = tied(weight.clone(), weight)
     vote = made.update(1, "0-1")
@@ -96,7 +99,8 @@ def test_B038_a_tied_model_accepts_an_equal_head_and_says_so() -> None:
     assert "lm_head" in vote.warnings[0]
 
 
-def test_B038_a_tied_model_refuses_another_head() -> None:
+@pytest.mark.case("B038")
+def test_a_tied_model_refuses_another_head() -> None:
     weight = torch.arange(8.0).view(4, 2).to(torch.bfloat16)
     with pytest.raises(LiveweightsError) as caught:
         tied(weight + 1, weight).update(1, "0-1")
@@ -113,8 +117,9 @@ def test_a_tied_head_alone_feeds_both_and_the_receipt_says_so() -> None:
     assert torch.equal(made.engines[0].bound["embed"], weight)
 
 
+@pytest.mark.case("B038")
 @pytest.mark.parametrize("digests", [True, False])
-def test_B038_the_head_is_read_also_where_nobody_promised_digests(digests: bool) -> None:
+def test_the_head_is_read_also_where_nobody_promised_digests(digests: bool) -> None:
     weight = torch.arange(8.0).view(4, 2).to(torch.bfloat16)
     made = tied(None, None)
     tensors = {"embed": weight, "lm_head": weight + 1}
@@ -122,14 +127,16 @@ def test_B038_the_head_is_read_also_where_nobody_promised_digests(digests: bool)
     assert found(made.vote(1).failures) == {("tensor_digest", "lm_head")}
 
 
-def test_B040_an_untied_model_without_head_is_refused_naming_the_flag() -> None:
+@pytest.mark.case("B040", "B190")
+def test_an_untied_model_without_head_is_refused_naming_the_flag() -> None:
     new = checkpoint(1)
     failures = refused(replica(new), {n: t for n, t in new.items() if n != "lm_head.weight"})
     assert found(failures) == {("tensor_missing", "lm_head.weight")}
     assert "tie_word_embeddings" in failures[0].message
 
 
-def test_B046_a_missing_embedding_is_refused() -> None:
+@pytest.mark.case("B046")
+def test_a_missing_embedding_is_refused() -> None:
     new = checkpoint(1)
     zeros = {name: torch.zeros_like(t) for name, t in checkpoint(0).items()}
     failures = refused(replica(new, 2, live=zeros), {n: t for n, t in new.items() if n != "embed.weight"})
@@ -148,8 +155,9 @@ def old_name(name: str) -> str:
     return name.replace("model.language_model.", "language_model.model.").replace("model.visual.", "visual.")
 
 
+@pytest.mark.case("B052")
 @pytest.mark.parametrize("old", [set(), set(NEW_NAMES), {"model.language_model.norm"}, {"model.visual.patch"}])
-def test_B052_old_new_and_half_half_spellings_give_the_same_bytes(old: set[str]) -> None:
+def test_old_new_and_half_half_spellings_give_the_same_bytes(old: set[str]) -> None:
     values = {name: torch.full((2, 3), float(i + 1)).to(torch.bfloat16) for i, name in enumerate(NEW_NAMES)}
     engine = BareEngine(dict.fromkeys(["model.embed", "model.norm", "model.visual.patch"], (2, 3)), OLD_AND_NEW)
     made = BareReplica([engine], lambda _rank: MemorySource({}))
@@ -158,7 +166,8 @@ def test_B052_old_new_and_half_half_spellings_give_the_same_bytes(old: set[str])
     assert [engine.bound[n][0, 0].item() for n in ("model.embed", "model.norm", "model.visual.patch")] == [1, 2, 3]
 
 
-def test_B052_both_spellings_of_one_parameter_are_refused() -> None:
+@pytest.mark.case("B052")
+def test_both_spellings_of_one_parameter_are_refused() -> None:
     values = {name: torch.ones(2, 3).to(torch.bfloat16) for name in NEW_NAMES}
     engine = BareEngine(dict.fromkeys(["model.embed", "model.norm", "model.visual.patch"], (2, 3)), OLD_AND_NEW)
     made = BareReplica([engine], lambda _rank: MemorySource({}))
@@ -178,8 +187,9 @@ def stacked_experts(tensors: Tensors, count: int = EXPERTS) -> Tensors:
     return rest | {"l.experts.w13": torch.stack(w13), "l.experts.w2": torch.stack(w2)}
 
 
+@pytest.mark.case("B054")
 @pytest.mark.parametrize("parallel", ["tp", "ep"])
-def test_B054_per_expert_and_stacked_give_the_same_bytes(parallel: str) -> None:
+def test_per_expert_and_stacked_give_the_same_bytes(parallel: str) -> None:
     new = checkpoint(1)
     want = [sliced(new, rank, 2, parallel) for rank in range(2)]  # type: ignore[arg-type]
     for sent in (new, stacked_experts(new)):
@@ -189,14 +199,16 @@ def test_B054_per_expert_and_stacked_give_the_same_bytes(parallel: str) -> None:
         assert holds(made, want)
 
 
-def test_B054_a_missing_expert_is_refused_naming_its_index() -> None:
+@pytest.mark.case("B054")
+def test_a_missing_expert_is_refused_naming_its_index() -> None:
     new = checkpoint(1)
     failures = refused(replica(new, 2), {n: t for n, t in new.items() if ".experts.3." not in n})
     assert found(failures) == {("tensor_missing", f"l.experts.3.w{i}.weight") for i in (1, 2, 3)}
     assert all("expert 3" in failure.message for failure in failures)
 
 
-def test_B054_an_expert_too_many_is_refused_naming_its_index() -> None:
+@pytest.mark.case("B054")
+def test_an_expert_too_many_is_refused_naming_its_index() -> None:
     new = checkpoint(1)
     failures = refused(replica(new, 2), stacked_experts(new, EXPERTS + 1))
     assert found(failures) == {("tensor_shape", "l.experts.w13"), ("tensor_shape", "l.experts.w2")}
@@ -206,9 +218,10 @@ def test_B054_an_expert_too_many_is_refused_naming_its_index() -> None:
     assert "expert 4" in failures[0].message
 
 
+@pytest.mark.case("B055")
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("backwards", [False, True])
-def test_B055_gate_and_up_land_in_their_halves(interleaved: bool, backwards: bool) -> None:
+def test_gate_and_up_land_in_their_halves(interleaved: bool, backwards: bool) -> None:
     parts = [("gate_proj", torch.ones(4, 3)), ("up_proj", torch.full((4, 3), 2.0))]
     tensors = {f"m.{name}": t.to(torch.bfloat16) for name, t in (reversed(parts) if backwards else parts)}
     engines = [
@@ -219,8 +232,9 @@ def test_B055_gate_and_up_land_in_their_halves(interleaved: bool, backwards: boo
     assert [engine.bound["m.gate_up_proj"][:, 0].tolist() for engine in engines] == [want, want]
 
 
+@pytest.mark.case("B055")
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_B055_a_fused_source_in_the_parameters_own_arrangement(interleaved: bool) -> None:
+def test_a_fused_source_in_the_parameters_own_arrangement(interleaved: bool) -> None:
     gate, up = torch.ones(4, 3), torch.full((4, 3), 2.0)
     fused = torch.stack([gate, up], 1).flatten(0, 1) if interleaved else torch.cat([gate, up])
     engines = [

@@ -1,4 +1,4 @@
-"""Kind c (slices), end to end: real rank processes, live bytes compared with tensors cut by hand from the source."""
+"""Slices, end to end: real rank processes, live bytes compared with tensors cut by hand from the source."""
 
 from __future__ import annotations
 
@@ -64,9 +64,10 @@ def heads_filled_with_their_index(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_B058_more_ranks_than_heads_hold_each_head_twice(over_four: Replica, tmp_path: Path) -> None:
+@pytest.mark.case("B058")
+def test_more_ranks_than_heads_hold_each_head_twice(over_four: Replica, tmp_path: Path) -> None:
     tensors = heads_filled_with_their_index(tmp_path)
-    over_four.publish(tmp_path, "B058")
+    over_four.publish(tmp_path, "replicated-heads")
     live = over_four.digests()
     query = tensors[f"{ATTENTION}.q_proj.weight"]
     for rank, head in enumerate((0, 0, 1, 1)):
@@ -76,9 +77,10 @@ def test_B058_more_ranks_than_heads_hold_each_head_twice(over_four: Replica, tmp
     assert live == [expected_digests(tmp_path, rank, 4) for rank in range(4)]
 
 
-def test_B060_a_norm_per_head_follows_its_replicated_head(over_four: Replica, tmp_path: Path) -> None:
+@pytest.mark.case("B060")
+def test_a_norm_per_head_follows_its_replicated_head(over_four: Replica, tmp_path: Path) -> None:
     heads_filled_with_their_index(tmp_path)
-    over_four.publish(tmp_path, "B060")
+    over_four.publish(tmp_path, "head-norm")
     norms = [rank[f"{ATTENTION}.k_norm.weight"] for rank in over_four.digests()]
     first, second = (digest(torch.full((4,), value, dtype=torch.bfloat16)) for value in (1.0, 2.0))
     assert norms == [first, first, second, second]
@@ -87,11 +89,13 @@ def test_B060_a_norm_per_head_follows_its_replicated_head(over_four: Replica, tm
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"num_attention_heads": 6, "num_key_value_heads": 3}, id="B060-half-a-head"),
-        pytest.param({"intermediate_size": 25}, id="B064-intermediate"),
+        pytest.param(
+            {"num_attention_heads": 6, "num_key_value_heads": 3}, id="half-a-head", marks=pytest.mark.case("B060")
+        ),
+        pytest.param({"intermediate_size": 25}, id="intermediate", marks=pytest.mark.case("B064")),
     ],
 )
-def test_B060_B064_sizes_that_do_not_divide_never_start(home: Path, changes: dict[str, int]) -> None:
+def test_sizes_that_do_not_divide_never_start(home: Path, changes: dict[str, int]) -> None:
     folder = make_toy_checkpoint(home / "-".join(changes), seed=7, **changes)
     with pytest.raises(LiveweightsError) as refused, Replica(TOY, folder, 2):
         pass
@@ -101,7 +105,8 @@ def test_B060_B064_sizes_that_do_not_divide_never_start(home: Path, changes: dic
     }
 
 
-def test_B061_ranks_that_all_take_the_first_slice_are_refused_at_the_join(home: Path) -> None:
+@pytest.mark.case("B061")
+def test_ranks_that_all_take_the_first_slice_are_refused_at_the_join(home: Path) -> None:
     folder = make_toy_checkpoint(home / "first-slice", seed=7)
     with pytest.raises(LiveweightsError) as refused, Replica(TOY, folder, 2, {"as_rank": 0}):
         pass
@@ -109,7 +114,8 @@ def test_B061_ranks_that_all_take_the_first_slice_are_refused_at_the_join(home: 
     assert {"model.embed_tokens.weight", f"{ATTENTION}.q_proj.weight", f"{ATTENTION}.o_proj.weight"} <= lost
 
 
-def test_B061_ranks_that_take_one_slice_later_are_refused_before_a_byte_moves(home: Path) -> None:
+@pytest.mark.case("B061")
+def test_ranks_that_take_one_slice_later_are_refused_before_a_byte_moves(home: Path) -> None:
     options: dict[str, str | int | float | bool] = {"as_rank": 0, "defect_from": 2}
     with Replica(TOY, make_toy_checkpoint(home / "later", seed=7), 2, options) as replica:
         eight = make_toy_checkpoint(home / "later-8", seed=8)
@@ -119,11 +125,12 @@ def test_B061_ranks_that_take_one_slice_later_are_refused_before_a_byte_moves(ho
         }
 
 
-def test_B062_padding_rows_are_zero_after_every_update(home: Path) -> None:
+@pytest.mark.case("B062")
+def test_padding_rows_are_zero_after_every_update(home: Path) -> None:
     with Replica(TOY, make_toy_checkpoint(home / "padded", seed=7), 2) as replica:
         for seed in (8, 9):
             folder = make_toy_checkpoint(home / f"padded-{seed}", seed=seed)
-            replica.publish(folder, f"B062-{seed}")
+            replica.publish(folder, f"padded-{seed}")
             source = tensors_of(folder)
             for name in ("model.embed_tokens.weight", "lm_head.weight"):
                 rows = source[name]
@@ -133,17 +140,19 @@ def test_B062_padding_rows_are_zero_after_every_update(home: Path) -> None:
         assert replica.digests() == [expected_digests(home / "padded-8", rank, 2) for rank in range(2)]
 
 
-def test_B064_a_vocabulary_that_does_not_divide_is_never_shortened(home: Path) -> None:
+@pytest.mark.case("B064")
+def test_a_vocabulary_that_does_not_divide_is_never_shortened(home: Path) -> None:
     folder = make_toy_checkpoint(home / "unpadded", seed=7)
     with pytest.raises(LiveweightsError) as refused, Replica(TOY, folder, 2, {"pad_vocab": 1}):
         pass
     assert {failure.code for failure in refused.value.failures} == {"placement_refused"}
     with Replica(TOY, folder, 1, {"pad_vocab": 1}) as replica:
-        replica.publish(make_toy_checkpoint(home / "unpadded-8", seed=8), "B064")
+        replica.publish(make_toy_checkpoint(home / "unpadded-8", seed=8), "unpadded")
         assert replica.digests()[0]["lm_head.weight"] == digest(tensors_of(home / "unpadded-8")["lm_head.weight"])
 
 
-def test_B068_each_rank_holds_half_the_gate_then_half_the_up(home: Path) -> None:
+@pytest.mark.case("B068")
+def test_each_rank_holds_half_the_gate_then_half_the_up(home: Path) -> None:
     changes = {"fused_experts": True}
     with Replica(TOY, make_toy_checkpoint(home / "fused", "M2", seed=7, **changes), 2) as replica:
         folder = make_toy_checkpoint(home / "fused-8", "M2", seed=8, **changes)
@@ -151,20 +160,21 @@ def test_B068_each_rank_holds_half_the_gate_then_half_the_up(home: Path) -> None
         both = tensors["model.layers.0.mlp.experts.gate_up_proj"]
         both[:, :8], both[:, 8:] = 1.0, 2.0
         write_shards(folder, tensors)
-        replica.publish(folder, "B068")
+        replica.publish(folder, "halves")
         halves = torch.cat([torch.full((4, 4, 16), value, dtype=torch.bfloat16) for value in (1.0, 2.0)], 1)
         assert [rank["model.layers.0.mlp.experts.w13_weight"] for rank in replica.digests()] == [digest(halves)] * 2
 
 
-def test_B069_experts_of_two_ranks_are_the_same_however_the_files_lie(home: Path) -> None:
+@pytest.mark.case("B069")
+def test_experts_of_two_ranks_are_the_same_however_the_files_lie(home: Path) -> None:
     options: dict[str, str | int | float | bool] = {"expert_parallel": True}
     with Replica(TOY, make_toy_checkpoint(home / "experts", "M2", seed=7), 2, options) as replica:
         found = []
         for shards in (1, 3):
             folder = make_toy_checkpoint(home / f"experts-{shards}", "M2", seed=8, shards=shards)
-            replica.publish(folder, f"B069-{shards}")
+            replica.publish(folder, f"experts-{shards}")
             found.append(replica.digests())
-            replica.publish(home / "experts", f"B069-{shards}-back")
+            replica.publish(home / "experts", f"experts-{shards}-back")
         assert found[0] == found[1]
         parsed = ToyOptions.parse(options)
         assert found[0] == [expected_digests(home / "experts-3", rank, 2, parsed) for rank in range(2)]

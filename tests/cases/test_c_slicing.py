@@ -1,4 +1,4 @@
-"""Cases of kind c: slices of tensor-parallel ranks, at placement level. All ranks live in this process."""
+"""Slices of tensor-parallel ranks, at placement level. All ranks live in this process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def numbered_heads(count: int, width: int = 16) -> torch.Tensor:
     return torch.arange(count).repeat_interleave(4)[:, None].expand(-1, width).to(torch.bfloat16).contiguous()
 
 
-def test_B058_kv_heads_are_replicated_in_pairs() -> None:
+@pytest.mark.case("B058")
+def test_kv_heads_are_replicated_in_pairs() -> None:
     tensors = {"q_proj": numbered_heads(4), "k_proj": numbered_heads(2), "v_proj": numbered_heads(2) + 10}
     held = ranks(tensors, QKV(4, 2, 4), (12, 16), 4)
     assert [t[4:8].unique().tolist() for t in held] == [[0], [0], [1], [1]]
@@ -46,13 +47,15 @@ def test_B058_kv_heads_are_replicated_in_pairs() -> None:
     assert pairs[0] == pairs[1] != pairs[2] == pairs[3]
 
 
-def test_B060_a_per_head_norm_follows_its_replicated_head() -> None:
+@pytest.mark.case("B060")
+def test_a_per_head_norm_follows_its_replicated_head() -> None:
     norm = torch.arange(8.0).to(torch.bfloat16)
     held = ranks({"k_norm": norm}, Heads(2, 4), (4,), 4, name="k_norm")
     assert [t.tolist() for t in held] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
 
 
-def test_B060_a_split_head_is_refused() -> None:
+@pytest.mark.case("B060")
+def test_a_split_head_is_refused() -> None:
     for local, layout in (((2,), Heads(2, 4)), ((2,), Heads(3, 4))):
         with pytest.raises(LiveweightsError) as caught:
             ranks({"k_norm": torch.zeros(layout.count * 4).to(torch.bfloat16)}, layout, local, 4, name="k_norm")
@@ -60,7 +63,8 @@ def test_B060_a_split_head_is_refused() -> None:
         assert caught.value.code in ("tensor_shape", "placement_refused")
 
 
-def test_B061_a_rank_that_takes_another_ranks_slice_fails_the_update() -> None:
+@pytest.mark.case("B061")
+def test_a_rank_that_takes_another_ranks_slice_fails_the_update() -> None:
     """Every rank believes to be rank 0: shapes agree, the tensor's second half lands nowhere."""
     tensors = checkpoint(1)
     made = replica(tensors, 2)
@@ -70,7 +74,8 @@ def test_B061_a_rank_that_takes_another_ranks_slice_fails_the_update() -> None:
         made.vote(1)
 
 
-def test_B061_after_a_commit_every_rank_has_the_digests_of_an_independent_slicer() -> None:
+@pytest.mark.case("B061")
+def test_after_a_commit_every_rank_has_the_digests_of_an_independent_slicer() -> None:
     tensors = checkpoint(2)
     made = replica(tensors, 2)
     made.update(1, "0-1")
@@ -79,7 +84,8 @@ def test_B061_after_a_commit_every_rank_has_the_digests_of_an_independent_slicer
         assert {each.name: each.digest for each in agent.digests(RankDigests()).digests} == want
 
 
-def test_B062_the_padded_vocabulary_on_two_ranks() -> None:
+@pytest.mark.case("B062")
+def test_the_padded_vocabulary_on_two_ranks() -> None:
     rows = torch.arange(1.0, 258.0)[:, None].expand(-1, 16).to(torch.bfloat16).contiguous()
     rules = Rules(layouts=(("embed", PaddedVocab(257)),))
     engines = [BareEngine({"embed": (160, 16)}, rules, rank, 2) for rank in range(2)]
@@ -93,8 +99,9 @@ def test_B062_the_padded_vocabulary_on_two_ranks() -> None:
         assert engines[1].bound["embed"][97:].eq(0).all()
 
 
+@pytest.mark.case("B064")
 @pytest.mark.parametrize(("full", "name"), [(257, "vocab"), (25, "intermediate")])
-def test_B064_a_length_that_does_not_divide_is_refused_or_complete(full: int, name: str) -> None:
+def test_a_length_that_does_not_divide_is_refused_or_complete(full: int, name: str) -> None:
     spec = {"w": TensorSpec("w", "F32", (full, 3))}
     for rank, local in ((0, full // 2 + 1), (1, full // 2), (0, full // 2)):
         with refused("tensor_shape", tensors=["w"]):
@@ -108,7 +115,8 @@ def test_B064_a_length_that_does_not_divide_is_refused_or_complete(full: int, na
     assert torch.equal(torch.cat([engine.bound["w"] for engine in engines]), tensor)
 
 
-def test_B064_a_placement_that_drops_the_tail_is_refused() -> None:
+@pytest.mark.case("B064")
+def test_a_placement_that_drops_the_tail_is_refused() -> None:
     """Not only what `declare` makes: any placement goes through the coverage of the source."""
     rules = Rules(layouts=(("w", Sharded(0)),))
 
@@ -126,7 +134,8 @@ def test_B064_a_placement_that_drops_the_tail_is_refused() -> None:
         made.vote(1)
 
 
-def test_B066_the_axis_is_declared_for_square_weights() -> None:
+@pytest.mark.case("B066")
+def test_the_axis_is_declared_for_square_weights() -> None:
     square = torch.arange(256.0).view(16, 16).to(torch.bfloat16)
     rows = ranks({"w": square}, Sharded(1), (16, 8), 2, name="w")
     columns = ranks({"w": square}, Sharded(0), (8, 16), 2, name="w")
@@ -134,7 +143,8 @@ def test_B066_the_axis_is_declared_for_square_weights() -> None:
     assert torch.equal(torch.cat(columns, 0), square)
 
 
-def test_B066_no_declared_axis_and_another_shape_is_refused() -> None:
+@pytest.mark.case("B066")
+def test_no_declared_axis_and_another_shape_is_refused() -> None:
     for local in ((8, 16), (16, 8)):
         with refused("tensor_shape", tensors=["w"]):
             declare({"w": TensorSpec("w", "BF16", (16, 16))}, {"w": Target(local)}, Rules(), 0, 2)
@@ -143,15 +153,17 @@ def test_B066_no_declared_axis_and_another_shape_is_refused() -> None:
         declare({"w": TensorSpec("w", "BF16", (16, 16))}, {"w": Target((16, 8))}, rules, 0, 2)
 
 
+@pytest.mark.case("B068")
 @pytest.mark.parametrize("parts", [("k", "v"), ("gate", "up")])
-def test_B068_each_rank_gets_its_part_of_every_part(parts: tuple[str, str]) -> None:
+def test_each_rank_gets_its_part_of_every_part(parts: tuple[str, str]) -> None:
     fused = torch.cat([torch.ones(8, 4), torch.full((8, 4), 2.0)]).to(torch.bfloat16)
     held = ranks({"fused": fused}, Merged(parts), (8, 4), 2)
     assert [t[:, 0].tolist() for t in held] == [[1, 1, 1, 1, 2, 2, 2, 2]] * 2
 
 
+@pytest.mark.case("B069")
 @pytest.mark.parametrize("mode", [InstallMode.FLIP, InstallMode.EXCHANGE])
-def test_B069_expert_parallel_ranks_hold_the_same_by_every_source(mode: InstallMode) -> None:
+def test_expert_parallel_ranks_hold_the_same_by_every_source(mode: InstallMode) -> None:
     tensors = checkpoint(3)
     digests = []
     for source in (MemorySource, PoisonSource):
@@ -164,7 +176,8 @@ def test_B069_expert_parallel_ranks_hold_the_same_by_every_source(mode: InstallM
     assert [{each.name: each.digest for each in reply.digests} for reply in digests[0]] == want
 
 
-def test_B069_a_rank_never_reads_experts_that_are_not_its_own() -> None:
+@pytest.mark.case("B069")
+def test_a_rank_never_reads_experts_that_are_not_its_own() -> None:
     asked: list[set[str]] = [set(), set()]
 
     class Watched(MemorySource):

@@ -1,7 +1,6 @@
-"""Cases of kind d that a rank agent decides: dtypes, NaN, what a source did not write, derived values.
+"""What a rank agent decides: dtypes, scalars, NaN, what a source did not write, a reused buffer, derived values.
 
-Also B030 (scalars), B033 (a reused buffer) and B105 (nothing arrived), which end in the same place. B072 is in
-tests/unit/rank/test_rank_agent.py as well, with the order of bind and label.
+Derived values are in tests/unit/rank/test_rank_agent.py as well, with the order of bind and label.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ def still_old(made: BareReplica, before: list[Tensors]) -> bool:
     return holds(made, before) and all(s.spare_state == "empty" and not s.paused for s in states)
 
 
+@pytest.mark.case("B030")
 @pytest.mark.parametrize(("source", "target"), [((), (1,)), ((1,), ())])
-def test_B030_scalars_and_one_element_vectors_are_equal_values(
-    source: tuple[int, ...], target: tuple[int, ...]
-) -> None:
+def test_scalars_and_one_element_vectors_are_equal_values(source: tuple[int, ...], target: tuple[int, ...]) -> None:
     tensors = {"scale": torch.full(source, 1.5)}
     made = single(tensors, {"scale": torch.float32}, shapes={"scale": target})
     made.update(1, "0-1")
@@ -55,14 +53,16 @@ def test_B030_scalars_and_one_element_vectors_are_equal_values(
     assert made.engines[0].bound["scale"].shape == target
 
 
-def test_B030_two_elements_for_one_are_refused() -> None:
+@pytest.mark.case("B030")
+def test_two_elements_for_one_are_refused() -> None:
     made = single({"scale": torch.ones(2)}, {"scale": torch.float32}, shapes={"scale": (1,)})
     with refused("tensor_shape", tensors=["scale"]):
         made.vote(1)
 
 
+@pytest.mark.case("B033")
 @pytest.mark.parametrize("size", [1, 2])
-def test_B033_a_reused_buffer_leaves_right_bytes_in_fused_parameters(size: int) -> None:
+def test_a_reused_buffer_leaves_right_bytes_in_fused_parameters(size: int) -> None:
     tensors = checkpoint(1)
     made = replica(tensors, size)
     made.open_source = lambda _rank: PoisonSource(tensors, manifest=manifest_of(tensors))
@@ -78,13 +78,15 @@ def from_disk(tmp_path: Path, tensors: Tensors) -> Callable[[int], Source]:
     return lambda _rank: DiskSource.open(str(path), (str(tmp_path),), manifest_of(tensors).to_json())
 
 
-def test_B070_float32_stays_float32_from_disk(tmp_path: Path) -> None:
+@pytest.mark.case("B070")
+def test_float32_stays_float32_from_disk(tmp_path: Path) -> None:
     made = single({"bias": BIAS}, {"bias": torch.float32}, from_disk(tmp_path, {"bias": BIAS}))
     assert made.update(1, "0-1").proof == "digests"
     assert torch.equal(made.engines[0].bound["bias"], BIAS)
 
 
-def test_B070_a_lossy_cast_needs_the_policy_and_keeps_the_proof(tmp_path: Path) -> None:
+@pytest.mark.case("B070")
+def test_a_lossy_cast_needs_the_policy_and_keeps_the_proof(tmp_path: Path) -> None:
     made = single({"bias": BIAS}, {"bias": torch.bfloat16}, from_disk(tmp_path, {"bias": BIAS}))
     with refused("tensor_narrowing", tensors=["bias"]):
         made.vote(1)
@@ -104,7 +106,8 @@ def test_a_lossy_cast_that_is_refused_names_the_policy_that_allows_it(tmp_path: 
     assert "F32:BF16" in str(caught.value)
 
 
-def test_B070_what_was_narrowed_wrongly_is_caught() -> None:
+@pytest.mark.case("B070")
+def test_what_was_narrowed_wrongly_is_caught() -> None:
     """The proof of a lossy cast: the source's bytes are the promised ones, and their cast is what lies here."""
     promised = {"bias": BIAS}
     damaged = {"bias": BIAS + 2**-20}  # the same bfloat16, other float32 bytes
@@ -127,7 +130,8 @@ class Late(MemorySource):
         super().deliver(region if self.times > 1 else region * 2, target)
 
 
-def test_B070_exact_widening_keeps_the_proof() -> None:
+@pytest.mark.case("B070")
+def test_exact_widening_keeps_the_proof() -> None:
     weight = torch.arange(-8.0, 8.0).view(4, 4).to(torch.bfloat16) / 3
     made = single({"w": weight}, {"w": torch.float32})
     found = made.update(1, "0-1")
@@ -143,22 +147,25 @@ class Nudging(MemorySource):
         target[0, 0] += 2**-20
 
 
-def test_B070_a_widened_value_that_no_source_value_widens_to_is_caught() -> None:
+@pytest.mark.case("B070")
+def test_a_widened_value_that_no_source_value_widens_to_is_caught() -> None:
     tensors = {"w": torch.ones(4, 4).to(torch.bfloat16)}
     made = single(tensors, {"w": torch.float32}, lambda _r: Nudging(tensors, manifest_of(tensors)))
     with refused("tensor_digest", tensors=["w"]):
         made.vote(1)
 
 
+@pytest.mark.case("B070")
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8", "int32"])
-def test_B070_other_kinds_of_number_never_meet(dtype: str) -> None:
+def test_other_kinds_of_number_never_meet(dtype: str) -> None:
     made = single({"w": torch.zeros(4).to(getattr(torch, dtype))}, {"w": torch.bfloat16})
     with refused("tensor_dtype", tensors=["w"]):
         made.vote(1, allow_narrowing=(("F8_E4M3", "BF16"), ("I8", "BF16"), ("I32", "BF16")))
 
 
+@pytest.mark.case("B072")
 @pytest.mark.parametrize("mode", [InstallMode.FLIP, InstallMode.EXCHANGE])
-def test_B072_a_derived_copy_is_fresh_when_the_new_version_is_visible(mode: InstallMode) -> None:
+def test_a_derived_copy_is_fresh_when_the_new_version_is_visible(mode: InstallMode) -> None:
     tensors = {"lm_head": torch.full((4, 4), 2.0).to(torch.bfloat16)}
     cached: dict[str, torch.Tensor] = {}
     engines: list[BareEngine] = []
@@ -176,7 +183,8 @@ def test_B072_a_derived_copy_is_fresh_when_the_new_version_is_visible(mode: Inst
     assert seen == [2.0]
 
 
-def test_B074_nothing_is_visible_before_the_end_and_the_end_comes_once() -> None:
+@pytest.mark.case("B074")
+def test_nothing_is_visible_before_the_end_and_the_end_comes_once() -> None:
     """Bytes arrive tensor by tensor; what serves stays old until the install, derived values are made once."""
     tensors = checkpoint(2)
     made = replica(tensors)
@@ -208,8 +216,9 @@ def test_B074_nothing_is_visible_before_the_end_and_the_end_comes_once() -> None
     assert (sorted(built), bound) == (sorted(engine.bound), [True])
 
 
+@pytest.mark.case("B075")
 @pytest.mark.parametrize("digests", [True, False])
-def test_B075_a_tensor_that_was_never_written_is_refused(digests: bool) -> None:
+def test_a_tensor_that_was_never_written_is_refused(digests: bool) -> None:
     """With promised digests by the digest; without, because the spare was poisoned before."""
     tensors = checkpoint(3)
     made = replica(tensors, 2)
@@ -221,7 +230,8 @@ def test_B075_a_tensor_that_was_never_written_is_refused(digests: bool) -> None:
     assert still_old(made, before)
 
 
-def test_B075_a_placement_that_skips_a_parameter_is_refused_before_any_byte() -> None:
+@pytest.mark.case("B075")
+def test_a_placement_that_skips_a_parameter_is_refused_before_any_byte() -> None:
     tensors = checkpoint(3, experts=False)
     made = replica(tensors)
     engine = made.engines[0]
@@ -240,8 +250,9 @@ def test_B075_a_placement_that_skips_a_parameter_is_refused_before_any_byte() ->
     assert opened[0].closed
 
 
+@pytest.mark.case("B075")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_B075_nan_and_infinity_from_the_trainer_need_the_policy(bad: float) -> None:
+def test_nan_and_infinity_from_the_trainer_need_the_policy(bad: float) -> None:
     tensors = checkpoint(4)
     tensors["l.mlp.up_proj.weight"][5, 3] = bad
     tensors["norm.weight"][2] = bad
@@ -256,7 +267,8 @@ def test_B075_nan_and_infinity_from_the_trainer_need_the_policy(bad: float) -> N
     assert holds(made, [sliced(tensors, rank, 2) for rank in range(2)])
 
 
-def test_B075_the_tensor_is_named_and_not_its_neighbours_in_the_parameter() -> None:
+@pytest.mark.case("B075")
+def test_the_tensor_is_named_and_not_its_neighbours_in_the_parameter() -> None:
     tensors = checkpoint(4)
     tensors["l.attn.v_proj.weight"][0, 0] = float("nan")
     with pytest.raises(LiveweightsError) as caught:
@@ -264,7 +276,8 @@ def test_B075_the_tensor_is_named_and_not_its_neighbours_in_the_parameter() -> N
     assert [f.tensor for f in caught.value.failures] == ["l.attn.v_proj.weight"]
 
 
-def test_B085_three_norms_of_twenty_that_never_landed_are_refused() -> None:
+@pytest.mark.case("B085")
+def test_three_norms_of_twenty_that_never_landed_are_refused() -> None:
     tensors = {f"norm.{i}": torch.full((8,), i + 1.0) for i in range(20)}
     dtypes = dict.fromkeys(tensors, torch.float32)
     silent = frozenset({"norm.3", "norm.7", "norm.19"})
@@ -277,8 +290,9 @@ def test_B085_three_norms_of_twenty_that_never_landed_are_refused() -> None:
     assert "norm.4" not in warned[0]
 
 
+@pytest.mark.case("B105")
 @pytest.mark.parametrize("digests", [True, False])
-def test_B105_success_without_a_byte_is_refused(digests: bool) -> None:
+def test_success_without_a_byte_is_refused(digests: bool) -> None:
     tensors = checkpoint(5)
     made = replica(tensors, 2)
     before = [{n: t.clone() for n, t in engine.bound.items()} for engine in made.engines]
@@ -290,7 +304,8 @@ def test_B105_success_without_a_byte_is_refused(digests: bool) -> None:
     assert still_old(made, before)
 
 
-def test_B105_a_stale_spare_does_not_pass_for_new_bytes() -> None:
+@pytest.mark.case("B105")
+def test_a_stale_spare_does_not_pass_for_new_bytes() -> None:
     """The second update finds the first one's bytes in the spare: finite, plausible, and not the promised ones."""
     made = replica(checkpoint(6))
     made.update(1, "0-1")

@@ -1,4 +1,4 @@
-"""Kind d (layouts, derived state, buffers) on an engine that stores its weights in another layout than they come in."""
+"""Layouts, derived state and buffers, on an engine that stores its weights in another layout than they come in."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ TOY = "engine_adapter.testing:build_toy"
 PROMPT = tuple(range(40, 53))
 
 
+@pytest.mark.case("B073")
 @pytest.mark.engine
 @pytest.mark.parametrize("kernel", ["swap", "packed"])
-def test_B073_the_same_bytes_three_times_give_the_same_tokens(tmp_path: Path, kernel: str) -> None:
+def test_the_same_bytes_three_times_give_the_same_tokens(tmp_path: Path, kernel: str) -> None:
     seven = make_toy_checkpoint(tmp_path / "7", "M2", seed=7)
     expected = list(reference_generate(seven, PROMPT, 12))
     with Replica(TOY, seven, 1, {"kernel": kernel}) as replica:
@@ -46,8 +47,9 @@ def test_B073_the_same_bytes_three_times_give_the_same_tokens(tmp_path: Path, ke
             assert replica.digests() == before
 
 
+@pytest.mark.case("B074")
 @pytest.mark.engine
-def test_B074_three_chunks_show_nothing_before_the_end_and_finalise_once(tmp_path: Path) -> None:
+def test_three_chunks_show_nothing_before_the_end_and_finalise_once(tmp_path: Path) -> None:
     seven = make_toy_checkpoint(tmp_path / "7", seed=7, shards=3)
     eight = make_toy_checkpoint(tmp_path / "8", seed=8, shards=3)
     # The only derived tensor may be bound once: a second time would fail the install.
@@ -71,8 +73,9 @@ def test_B074_three_chunks_show_nothing_before_the_end_and_finalise_once(tmp_pat
         assert replica.generate(PROMPT, 12).tokens == list(reference_generate(eight, PROMPT, 12))
 
 
+@pytest.mark.case("B084")
 @pytest.mark.parametrize("woken", [True, False])
-def test_B084_buffers_outside_the_parameters_come_back_after_a_sleep(tmp_path: Path, woken: bool) -> None:
+def test_buffers_outside_the_parameters_come_back_after_a_sleep(tmp_path: Path, woken: bool) -> None:
     """Without the wake the tokens are wrong: this is what sees a buffer that was given up and not made again."""
     eight = make_toy_checkpoint(tmp_path / "8", seed=8)
     engine = build_toy(EngineSpec(0, 1, str(make_toy_checkpoint(tmp_path / "7", seed=7)), "", {}))

@@ -1,4 +1,4 @@
-"""Cases of kind e that concern the group, its buckets and its peers; those of the push are in test_e_push.py."""
+"""Broadcast: the group, its buckets and its peers. What a push decides is in test_push.py."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def places(error: BaseException | None) -> list[tuple[str, str, int | None]]:
     return [(failure.code, failure.replica, failure.rank) for failure in error.failures]
 
 
-def test_B086_a_sender_that_comes_late() -> None:
+@pytest.mark.case("B086")
+def test_a_sender_that_comes_late() -> None:
     """The receivers have waited for a good while before the sender opens; it still succeeds."""
     with ends(2) as (sender, hubs):
         late = Transfer(sender, hubs, model(1))
@@ -74,7 +75,8 @@ def test_B086_a_sender_that_comes_late() -> None:
         assert [receiver.error for receiver in late.receivers] == [None, None]
 
 
-def test_B086_a_sender_that_never_comes() -> None:
+@pytest.mark.case("B086")
+def test_a_sender_that_never_comes() -> None:
     with ends(2, patience_s=0.5) as (sender, hubs):
         offer = offer_of(sender, seats_for(2))
         waiting = [Receiving(hub, manifest_of(specs_of(model(1)))) for hub in hubs]
@@ -87,7 +89,8 @@ def test_B086_a_sender_that_never_comes() -> None:
         good(sender, hubs)
 
 
-def test_B088_one_rank_is_given_an_address_where_nobody_is() -> None:
+@pytest.mark.case("B088")
+def test_one_rank_is_given_an_address_where_nobody_is() -> None:
     """It says so at once, with the address; the sender and the other rank name it within their time."""
     unused = socket.socket()
     unused.bind(("127.0.0.1", 0))  # taken, so that nobody else listens there, and not listening itself
@@ -105,7 +108,8 @@ def test_B088_one_rank_is_given_an_address_where_nobody_is() -> None:
         good(sender, hubs)
 
 
-def test_B090_a_receiver_that_fails_at_bucket_2_tells_the_sender_why() -> None:
+@pytest.mark.case("B090")
+def test_a_receiver_that_fails_at_bucket_2_tells_the_sender_why() -> None:
     def fail(chunk: Chunk, _data: torch.Tensor) -> None:
         if chunk.name == "t2":
             raise RuntimeError("the shelf is full")
@@ -120,7 +124,8 @@ def test_B090_a_receiver_that_fails_at_bucket_2_tells_the_sender_why() -> None:
         good(sender, hubs)
 
 
-def test_B092_two_senders_whose_receivers_come_in_opposite_order() -> None:
+@pytest.mark.case("B092")
+def test_two_senders_whose_receivers_come_in_opposite_order() -> None:
     """Each receiver waits at another sender. The one whose time is over first says who is missing, lets its receiver
     go, and the other one succeeds. (A coordinator runs one update at a time, so that this does not come up.)
     """
@@ -174,8 +179,9 @@ class SpoiltSender(BroadcastSender):
         super().finish(*args, **options)
 
 
+@pytest.mark.case("B095")
 @pytest.mark.parametrize("verb", ["open", "opened", "buffer", "send", "finish"])
-def test_B095_after_a_failure_in_any_phase_the_next_update_is_good(verb: str) -> None:
+def test_after_a_failure_in_any_phase_the_next_update_is_good(verb: str) -> None:
     hubs, sender = [BroadcastHub(30.0), BroadcastHub(30.0)], SpoiltSender(verb)
     try:
         update = Transfer(sender, hubs, model(1), raises=Spoilt).run()
@@ -187,7 +193,8 @@ def test_B095_after_a_failure_in_any_phase_the_next_update_is_good(verb: str) ->
             end.close()
 
 
-def test_B098_the_cuts_come_from_the_senders_plan() -> None:
+@pytest.mark.case("B098")
+def test_the_cuts_come_from_the_senders_plan() -> None:
     """A receiver has no bucket size of its own: what is kept from an update with other cuts does not matter."""
     with ends(1) as (sender, hubs):
         for bucket_bytes in (64 << 10, 48 << 10, 1 << 10, 64 << 10):
@@ -196,7 +203,8 @@ def test_B098_the_cuts_come_from_the_senders_plan() -> None:
             assert digests(update.receivers[0].arrived) == digests(model(3))
 
 
-def test_B098_a_sender_that_cuts_in_another_way_is_refused_before_the_first_byte() -> None:
+@pytest.mark.case("B098")
+def test_a_sender_that_cuts_in_another_way_is_refused_before_the_first_byte() -> None:
     plan = StreamPlan(specs_of(model(1)), 1024)
     answer, receiver = by_hand(Opening(plan, "0" * 64, "group", "gloo", 5.0, 5.0))
     assert isinstance(answer, Goodbye)
@@ -225,7 +233,8 @@ def by_hand(reply: Message) -> tuple[Message, Receiving]:
     return heard[1], receiver
 
 
-def test_B099_a_slow_reader_and_a_sender_that_spoils_its_memory_at_once() -> None:
+@pytest.mark.case("B099")
+def test_a_slow_reader_and_a_sender_that_spoils_its_memory_at_once() -> None:
     """Five updates over one line and one group: what was received is what was sent, though the tensors are gone."""
     with ends(2) as (sender, hubs):
         for at in range(5):
@@ -264,7 +273,8 @@ class Stubborn(GlooGroup):
         raise RuntimeError("cannot be destroyed")
 
 
-def test_B108_a_group_that_cannot_be_destroyed_is_left_alone() -> None:
+@pytest.mark.case("B108")
+def test_a_group_that_cannot_be_destroyed_is_left_alone() -> None:
     """Its name never comes back, so nothing meets it; closing again is quiet."""
     sender, hubs = BroadcastSender(make_group=Stubborn), [BroadcastHub(30.0)]
     try:
@@ -281,7 +291,8 @@ def test_B108_a_group_that_cannot_be_destroyed_is_left_alone() -> None:
             end.close()
 
 
-def test_B108_fifty_groups_leave_no_port_behind() -> None:
+@pytest.mark.case("B108")
+def test_fifty_groups_leave_no_port_behind() -> None:
     with ends(1) as (sender, hubs):
         counts = []
         for at in range(50):

@@ -1,4 +1,4 @@
-"""Cases of kinds d and e (and h, i where a transport decides) that concern a push: every transport into one replica.
+"""A push: every transport into one replica.
 
 The model has experts with a float32 router bias, and a head tied to its embedding that is sent beside it all the same.
 """
@@ -98,7 +98,8 @@ def _whole(update: UpdateSession, tensors: Tensors) -> None:
     update.wait()
 
 
-def test_B105_what_was_pushed_is_what_every_rank_holds_whichever_way_it_went(stage: Stage) -> None:
+@pytest.mark.case("B105")
+def test_what_was_pushed_is_what_every_rank_holds_whichever_way_it_went(stage: Stage) -> None:
     """Read back and digested, not 'the output changed'."""
     seen = []
     for kind in TRANSPORTS:
@@ -131,8 +132,9 @@ class Forgetful:
         return torch.empty(bucket.nbytes, dtype=torch.uint8)
 
 
+@pytest.mark.case("B105")
 @pytest.mark.parametrize("kind", STREAMS)
-def test_B105_a_transport_that_reports_success_and_moved_nothing_is_refused_by_digest(stage: Stage, kind: str) -> None:
+def test_a_transport_that_reports_success_and_moved_nothing_is_refused_by_digest(stage: Stage, kind: str) -> None:
     step, tensors = stage.next()
     before = stage.fleet.view()
     sender = Forgetful(make_sender(kind))
@@ -145,7 +147,8 @@ def test_B105_a_transport_that_reports_success_and_moved_nothing_is_refused_by_d
     assert (after.version, after.digests, after.answers) == (before.version, before.digests, before.answers)
 
 
-def test_B070_a_float32_router_bias_travels_as_float32_on_every_transport(stage: Stage) -> None:
+@pytest.mark.case("B070")
+def test_a_float32_router_bias_travels_as_float32_on_every_transport(stage: Stage) -> None:
     value = 1 + 2.0**-12  # bfloat16 cannot hold it
     seen = []
     for kind in TRANSPORTS:
@@ -160,8 +163,9 @@ def test_B070_a_float32_router_bias_travels_as_float32_on_every_transport(stage:
     assert seen[1:] == seen[:1] * (len(TRANSPORTS) - 1)
 
 
+@pytest.mark.case("B104")
 @pytest.mark.parametrize("kind", STREAMS)
-def test_B104_an_ungathered_parameter_is_refused_before_anything_of_it_is_sent(stage: Stage, kind: str) -> None:
+def test_an_ungathered_parameter_is_refused_before_anything_of_it_is_sent(stage: Stage, kind: str) -> None:
     step, tensors = stage.next()
     with pytest.raises(Rejected) as unasked, Pusher(stage.fleet.url, "", transport=kind) as pusher:
         pusher.push({**tensors, ROUTER_BIAS: torch.empty(0)}, step)
@@ -203,9 +207,10 @@ def _sealed_short(update: UpdateSession, tensors: Tensors) -> None:
     update.seal()
 
 
+@pytest.mark.case("B157", "B169")
 @pytest.mark.parametrize("kind", STREAMS)
 @pytest.mark.parametrize("end", [_refused, _failed, _sealed_short])
-def test_B157_B169_whatever_a_stream_comes_to_the_replica_answers_on_what_is_live(
+def test_whatever_a_stream_comes_to_the_replica_answers_on_what_is_live(
     stage: Stage, kind: str, end: Callable[[UpdateSession, Tensors], None]
 ) -> None:
     live = stage.answers()
@@ -218,7 +223,8 @@ def test_B157_B169_whatever_a_stream_comes_to_the_replica_answers_on_what_is_liv
     assert stage.push(kind) == stage.answers()
 
 
-def test_B168_the_version_is_set_by_the_commit_whichever_way_the_bytes_came(stage: Stage) -> None:
+@pytest.mark.case("B168")
+def test_the_version_is_set_by_the_commit_whichever_way_the_bytes_came(stage: Stage) -> None:
     for kind in TRANSPORTS:
         version = stage.push(kind)
         (front,) = (stage.fleet.front(replica.url) for replica in stage.fleet.replicas.values())

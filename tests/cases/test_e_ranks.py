@@ -1,4 +1,4 @@
-"""Cases of kind e: one rank of several fails, and the first error is not lost."""
+"""One rank of several fails, and the first error is not lost."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.core.participant import FrontState, SpareState
 
 
+@pytest.mark.case("B096")
 @pytest.mark.engine
-def test_B096_the_error_of_the_one_rank_that_fails_in_staging_is_the_answer(tmp_path: Path) -> None:
+def test_the_error_of_the_one_rank_that_fails_in_staging_is_the_answer(tmp_path: Path) -> None:
     """Of TP=4 only rank 2 holds the row that cannot be accepted: it raises while the others finish."""
     with toy_stage(tmp_path, tp=4) as stage:
         bad = tmp_path / "bad"
@@ -55,6 +56,7 @@ def test_B096_the_error_of_the_one_rank_that_fails_in_staging_is_the_answer(tmp_
         stage.play(scene)
 
 
+@pytest.mark.case("B096")
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -65,5 +67,5 @@ def test_B096_the_error_of_the_one_rank_that_fails_in_staging_is_the_answer(tmp_
         (Aborted(Failure("tensor_digest", "differs")), "tensor_digest"),
     ],
 )
-def test_B096_whatever_a_rank_raises_becomes_a_code(error: Exception, code: str) -> None:
+def test_whatever_a_rank_raises_becomes_a_code(error: Exception, code: str) -> None:
     assert [failure.code for failure in failures_of(error)] == [code]

@@ -1,4 +1,4 @@
-"""Cases of kind f over device memory, with a stand-in for the device; `tests/gpu` has them with a real one."""
+"""Device memory, with a stand-in for the device; `tests/gpu` has them with a real one."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def descriptor(**changes: Any) -> DeviceBuffer:
     return dataclasses.replace(found, **changes)
 
 
-def test_B110_fifty_updates_export_twice_and_open_twice() -> None:
+@pytest.mark.case("B110")
+def test_fifty_updates_export_twice_and_open_twice() -> None:
     """One handle for each buffer and rank serves the whole session."""
     trainer, rank = FakeDevice(), FakeDevice()
     with devices(trainer, rank) as both:
@@ -96,7 +97,8 @@ def test_B110_fifty_updates_export_twice_and_open_twice() -> None:
     assert (rank.closed, trainer.outstanding()) == (2, [])
 
 
-def test_B111_every_export_is_opened_once_and_counted_down_once() -> None:
+@pytest.mark.case("B111")
+def test_every_export_is_opened_once_and_counted_down_once() -> None:
     """Two ranks of one buffer have an export each: a shared one would be counted below zero and never come back."""
     trainer, ranks = FakeDevice(), (FakeDevice(), FakeDevice())
     with devices(trainer, *ranks) as both:
@@ -108,7 +110,8 @@ def test_B111_every_export_is_opened_once_and_counted_down_once() -> None:
     assert trainer._files == {}
 
 
-def test_B111_what_a_dead_rank_had_open_is_counted_down_for_it() -> None:
+@pytest.mark.case("B111")
+def test_what_a_dead_rank_had_open_is_counted_down_for_it() -> None:
     trainer = FakeDevice()
     sender = CudaIpcSender(memory=trainer)
     plan = StreamPlan(specs_of(HELD), 4096)
@@ -127,7 +130,8 @@ def test_B111_what_a_dead_rank_had_open_is_counted_down_for_it() -> None:
     sender.close()
 
 
-def test_B113_expandable_segments_are_refused_before_anybody_is_asked() -> None:
+@pytest.mark.case("B113")
+def test_expandable_segments_are_refused_before_anybody_is_asked() -> None:
     with refused("transport_unsupported"):
         CudaIpcSender(memory=FakeDevice(unable="expandable segments"))
     device = FakeDevice(kind=EXPANDABLE)  # the allocator was told so later: the handle shows it
@@ -143,6 +147,7 @@ def test_B113_expandable_segments_are_refused_before_anybody_is_asked() -> None:
         both.good()
 
 
+@pytest.mark.case("B113")
 @pytest.mark.parametrize(
     ("settings", "environment", "found"),
     [
@@ -164,13 +169,14 @@ def test_B113_expandable_segments_are_refused_before_anybody_is_asked() -> None:
         ({"max_split_size": 1}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
     ],
 )
-def test_B113_what_the_allocator_was_told(
+def test_what_the_allocator_was_told(
     settings: dict[str, object] | None, environment: dict[str, str], found: bool
 ) -> None:
     assert expandable_segments(settings, environment) is found
 
 
-def test_B115_another_format_of_handles_is_refused_at_the_hello() -> None:
+@pytest.mark.case("B115")
+def test_another_format_of_handles_is_refused_at_the_hello() -> None:
     trainer, good, old = FakeDevice(newest=3), FakeDevice(newest=3), FakeDevice(newest=2)
     with devices(trainer, good, old) as both:
         update = both.push(seats=seats_for(1, 1))
@@ -182,6 +188,7 @@ def test_B115_another_format_of_handles_is_refused_at_the_hello() -> None:
         both.good()
 
 
+@pytest.mark.case("B115")
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
@@ -204,7 +211,7 @@ def test_B115_another_format_of_handles_is_refused_at_the_hello() -> None:
         ({"device": "GPU-9"}, "transport_unsupported"),
     ],
 )
-def test_B115_a_malformed_handle_never_reaches_the_driver(changes: dict[str, Any], code: str) -> None:
+def test_a_malformed_handle_never_reaches_the_driver(changes: dict[str, Any], code: str) -> None:
     rank = FakeDevice()
     memory = DeviceReceiverMemory(rank)
     with refused(code):
@@ -213,14 +220,16 @@ def test_B115_a_malformed_handle_never_reaches_the_driver(changes: dict[str, Any
     check(descriptor(), 3)
 
 
-def test_B117_devices_are_found_by_uuid_whatever_their_order() -> None:
+@pytest.mark.case("B117")
+def test_devices_are_found_by_uuid_whatever_their_order() -> None:
     trainer, turned = FakeDevice(("GPU-a", "GPU-b")), FakeDevice(("GPU-b", "GPU-a"))
     with devices(trainer, turned) as both:
         both.good()
     assert turned.opened_on == [1, 1]
 
 
-def test_B184_the_senders_number_of_a_device_means_nothing_to_a_receiver() -> None:
+@pytest.mark.case("B184")
+def test_the_senders_number_of_a_device_means_nothing_to_a_receiver() -> None:
     """The trainer's second card is the only one of an actor that Ray gave a single card."""
     trainer, actor = FakeDevice(("GPU-a", "GPU-b"), index=1), FakeDevice(("GPU-b",))
     with devices(trainer, actor) as both:
@@ -228,7 +237,8 @@ def test_B184_the_senders_number_of_a_device_means_nothing_to_a_receiver() -> No
     assert actor.opened_on == [0, 0]
 
 
-def test_B188_a_rank_whose_visible_list_was_overwritten_is_refused_and_nobody_opens_anything() -> None:
+@pytest.mark.case("B188")
+def test_a_rank_whose_visible_list_was_overwritten_is_refused_and_nobody_opens_anything() -> None:
     placed, overwritten = FakeDevice(("GPU-a",)), FakeDevice(("GPU-b",))
     with devices(FakeDevice(("GPU-a",)), placed, overwritten) as both:
         update = both.push()
@@ -237,7 +247,8 @@ def test_B188_a_rank_whose_visible_list_was_overwritten_is_refused_and_nobody_op
         assert (placed.opened, overwritten.opened) == (0, 0)
 
 
-def test_B117_a_device_that_a_rank_cannot_see_is_refused_with_both_sets() -> None:
+@pytest.mark.case("B117")
+def test_a_device_that_a_rank_cannot_see_is_refused_with_both_sets() -> None:
     with devices(FakeDevice(("GPU-a", "GPU-b")), FakeDevice(("GPU-c", "GPU-d"))) as both:
         update = both.push()
         assert codes(update) == [("transport_unsupported", "r0", 0)]
@@ -248,6 +259,7 @@ def test_B117_a_device_that_a_rank_cannot_see_is_refused_with_both_sets() -> Non
         assert update.receivers[0].error.code == "transport_unsupported"
 
 
+@pytest.mark.case("B118")
 @pytest.mark.parametrize(
     ("spoil", "field"),
     [
@@ -263,7 +275,7 @@ def test_B117_a_device_that_a_rank_cannot_see_is_refused_with_both_sets() -> Non
         (lambda b: b | {"kind": "pickle"}, ""),
     ],
 )
-def test_B118_a_handle_message_of_another_shape_names_its_field(spoil: Any, field: str) -> None:
+def test_a_handle_message_of_another_shape_names_its_field(spoil: Any, field: str) -> None:
     whole = json.loads(encode(Buffers((descriptor(),))))
     assert isinstance(decode(json.dumps(whole).encode()), Buffers)
     whole["buffers"][0] = spoil(whole["buffers"][0])
@@ -273,7 +285,8 @@ def test_B118_a_handle_message_of_another_shape_names_its_field(spoil: Any, fiel
     assert caught.value.where.endswith(field)
 
 
-def test_B118_a_receiver_refuses_it_and_opens_nothing() -> None:
+@pytest.mark.case("B118")
+def test_a_receiver_refuses_it_and_opens_nothing() -> None:
     rank, sender, plan = FakeDevice(), ScriptedSender(), StreamPlan(specs_of(HELD), 4096)
     hub = CudaIpcHub(memory=rank)
     receiving = Receiving(hub, manifest_of(plan.tensors))
@@ -288,7 +301,8 @@ def test_B118_a_receiver_refuses_it_and_opens_nothing() -> None:
     hub.close()
 
 
-def test_B122_two_consumers_in_one_process_open_and_close_each_its_own() -> None:
+@pytest.mark.case("B122")
+def test_two_consumers_in_one_process_open_and_close_each_its_own() -> None:
     """Neither waits for the other to let go, and what one still reads is not taken away by the other's end."""
     trainer, shared = FakeDevice(), FakeDevice()
     sender, hub = CudaIpcSender(memory=trainer), CudaIpcHub(memory=shared)
@@ -306,13 +320,15 @@ def test_B122_two_consumers_in_one_process_open_and_close_each_its_own() -> None
     sender.close()
 
 
-def test_B128_the_smallest_tensors_arrive_as_they_were() -> None:
+@pytest.mark.case("B128")
+def test_the_smallest_tensors_arrive_as_they_were() -> None:
     small = {f"scale{at}": torch.tensor([1.0 + at, -2.0]) for at in range(20)} | {"one": torch.tensor(3.5)}
     with devices(FakeDevice(), FakeDevice()) as both:
         both.good(small)
 
 
-def test_B129_tensors_of_the_host_are_staged_by_a_copy() -> None:
+@pytest.mark.case("B129")
+def test_tensors_of_the_host_are_staged_by_a_copy() -> None:
     """Whatever they lie on, they are packed into the sender's device memory: one transport for all of them."""
     trainer = FakeDevice()
     with devices(trainer, FakeDevice()) as both:

@@ -1,4 +1,4 @@
-"""Cases of kind f (and B033) over shared memory: who has a handle, who has read, and what there is room for."""
+"""Shared memory: who has a handle, who has read, and what there is room for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Poisoning(SharedMemorySender):
             each.tensor.fill_(POISON)
 
 
-def test_B033_a_fused_tensor_from_three_that_came_through_one_reused_buffer() -> None:
+@pytest.mark.case("B033")
+def test_a_fused_tensor_from_three_that_came_through_one_reused_buffer() -> None:
     parts = {name: noise("BF16", (16, 32), at) for at, name in enumerate(("q", "k", "v"))}
     sender, hub = Poisoning(), SharedMemoryHub()
     update = Transfer(sender, [hub], parts, bucket_bytes=1024)  # one part to a bucket, two buffers for three parts
@@ -57,8 +58,9 @@ def test_B033_a_fused_tensor_from_three_that_came_through_one_reused_buffer() ->
     hub.close()
 
 
+@pytest.mark.case("B120")
 @pytest.mark.slow
-def test_B120_four_ranks_and_handles_for_two() -> None:
+def test_four_ranks_and_handles_for_two() -> None:
     """Nobody gets a byte; the two that have no handle are listed; a seat has one holder."""
     sender, hubs = SharedMemorySender(), [SharedMemoryHub() for _ in range(4)]
     held = {"w": noise("BF16", (64, 64), 1)}
@@ -105,9 +107,10 @@ class Order:
         return take
 
 
+@pytest.mark.case("B123")
 @settings(max_examples=15, deadline=None)
 @given(late=st.lists(st.integers(0, 3), min_size=8, max_size=8))
-def test_B123_a_buffer_is_written_again_only_when_all_ranks_have_read_it(late: list[int]) -> None:
+def test_a_buffer_is_written_again_only_when_all_ranks_have_read_it(late: list[int]) -> None:
     """In every bucket one rank of four comes last, after the others have long acknowledged; buffers are poisoned as
     soon as they are free.
     """
@@ -126,7 +129,8 @@ def test_B123_a_buffer_is_written_again_only_when_all_ranks_have_read_it(late: l
         hub.close()
 
 
-def test_B123_the_last_bucket_is_done_when_all_ranks_have_read_it() -> None:
+@pytest.mark.case("B123")
+def test_the_last_bucket_is_done_when_all_ranks_have_read_it() -> None:
     """What ends an update is the slowest rank, not the first."""
     held = {"t": noise("BF16", (8, 64), 1)}
     sender, hubs = SharedMemorySender(), [SharedMemoryHub(), SharedMemoryHub()]
@@ -155,8 +159,9 @@ def limited() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.case("B124")
 @pytest.mark.slow
-def test_B124_two_thousand_tensors_with_room_for_256_descriptors(limited: dict[str, Any]) -> None:
+def test_two_thousand_tensors_with_room_for_256_descriptors(limited: dict[str, Any]) -> None:
     """Packed into two buffers, they need two descriptors; a process that cannot take one in says so."""
     found = limited["descriptors"]
     assert found["ends"] == [["", "", True]]
@@ -164,15 +169,17 @@ def test_B124_two_thousand_tensors_with_room_for_256_descriptors(limited: dict[s
     assert found["full"] == "no_space"
 
 
+@pytest.mark.case("B125")
 @pytest.mark.slow
-def test_B125_no_room_for_a_bucket_is_a_refusal_and_no_signal(limited: dict[str, Any]) -> None:
+def test_no_room_for_a_bucket_is_a_refusal_and_no_signal(limited: dict[str, Any]) -> None:
     found = limited["room"]
     assert found["refused"] == ["no_space", "peer_lost"]
     assert str(4 << 20) in found["message"]
     assert found["fits"] == ["", ""]
 
 
-def test_B125_room_is_reserved_before_it_is_touched() -> None:
+@pytest.mark.case("B125")
+def test_room_is_reserved_before_it_is_touched() -> None:
     """Every page is there when the buffer is: writing to it can fail no more."""
     file = memfd.SealedFile(1 << 20)
     assert Path(f"/proc/self/fd/{file.number}").stat().st_blocks * 512 >= 1 << 20

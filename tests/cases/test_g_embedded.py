@@ -1,4 +1,4 @@
-"""Cases of kind g (caches, requests in flight) on the embedded engine: a real model with a real paged cache."""
+"""Caches and requests in flight, on the embedded engine: a real model with a real paged cache."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ def replica(shared: Replica, models: tuple[Path, ...]) -> Replica:
     return shared
 
 
-def test_B130_B131_a_prompt_served_on_the_old_version_is_computed_anew(
-    replica: Replica, models: tuple[Path, ...]
-) -> None:
+@pytest.mark.case("B130", "B131")
+def test_a_prompt_served_on_the_old_version_is_computed_anew(replica: Replica, models: tuple[Path, ...]) -> None:
     replica.generate(PROMPTS[0], 8)
     assert replica.generate(PROMPTS[0], 8).cached == 48
     assert replica.update(models[1], "0-8") == {"kv_blocks": True}
@@ -49,7 +48,8 @@ def test_B130_B131_a_prompt_served_on_the_old_version_is_computed_anew(
     assert tuple(after.tokens) == reference_tokens(models[1], PROMPTS[0], COUNT).tokens
 
 
-def test_B134_frozen_requests_are_refused_and_restarted_ones_leave_no_old_keys(
+@pytest.mark.case("B134")
+def test_frozen_requests_are_refused_and_restarted_ones_leave_no_old_keys(
     replica: Replica, models: tuple[Path, ...]
 ) -> None:
     for cache in CachePolicy:
@@ -68,7 +68,8 @@ def test_B134_frozen_requests_are_refused_and_restarted_ones_leave_no_old_keys(
     assert replica.wait(running).reason == "length"
 
 
-def test_B133_B139_recompute_aborts_none_of_four_and_each_token_has_its_version(
+@pytest.mark.case("B133", "B139")
+def test_recompute_aborts_none_of_four_and_each_token_has_its_version(
     replica: Replica, models: tuple[Path, ...]
 ) -> None:
     serial = replica.next_serial()
@@ -86,7 +87,8 @@ def test_B133_B139_recompute_aborts_none_of_four_and_each_token_has_its_version(
         assert tuple(reply.tokens) == old + reference_tokens(models[1], prompt + old, COUNT - switch).tokens
 
 
-def test_B133_a_cancelled_request_does_not_keep_the_cache_from_being_reset(
+@pytest.mark.case("B133")
+def test_a_cancelled_request_does_not_keep_the_cache_from_being_reset(
     replica: Replica, models: tuple[Path, ...]
 ) -> None:
     serial = replica.next_serial()

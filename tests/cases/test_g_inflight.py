@@ -1,4 +1,4 @@
-"""Cases of kind g (requests in flight, caches) and their neighbours, over a real front and real ranks."""
+"""Requests in flight, caches and their neighbours, over a real front and real ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ async def publish(stage: Stage, c: HandCoordinator, **policy: Any) -> str:
     return version
 
 
-def test_B130_a_prompt_cached_under_the_old_version_is_computed_anew(stage: Stage) -> None:
+@pytest.mark.case("B130")
+def test_a_prompt_cached_under_the_old_version_is_computed_anew(stage: Stage) -> None:
     async def scene(c: HandCoordinator) -> None:
         await c.complete(PROMPT)
         repeat = await c.complete(PROMPT)
@@ -56,7 +57,8 @@ def test_B130_a_prompt_cached_under_the_old_version_is_computed_anew(stage: Stag
     stage.play(scene)
 
 
-def test_B131_invalidation_is_part_of_the_commit(stage: Stage) -> None:
+@pytest.mark.case("B131")
+def test_invalidation_is_part_of_the_commit(stage: Stage) -> None:
     """Nobody flushes anything, and a reopening before the invalidation is refused."""
 
     async def scene(c: HandCoordinator) -> None:
@@ -74,8 +76,9 @@ def test_B131_invalidation_is_part_of_the_commit(stage: Stage) -> None:
     stage.play(scene)
 
 
+@pytest.mark.case("B133")
 @pytest.mark.parametrize("mode", [InFlight.DRAIN, InFlight.ABORT, InFlight.RECOMPUTE])
-def test_B133_running_requests_never_keep_the_cache_from_being_reset(stage: Stage, mode: InFlight) -> None:
+def test_running_requests_never_keep_the_cache_from_being_reset(stage: Stage, mode: InFlight) -> None:
     async def scene(c: HandCoordinator) -> None:
         old = (await c.status()).live_version
         serial, path, version = stage.next()
@@ -110,7 +113,8 @@ def test_B133_running_requests_never_keep_the_cache_from_being_reset(stage: Stag
     stage.play(scene)
 
 
-def test_B136_a_tier_that_does_not_clear_fails_the_commit_and_is_named(tmp_path: Path) -> None:
+@pytest.mark.case("B136")
+def test_a_tier_that_does_not_clear_fails_the_commit_and_is_named(tmp_path: Path) -> None:
     with toy_stage(tmp_path, {"tiers": "device,host,disk", "cache_refuses": "host"}) as stage:
 
         async def scene(c: HandCoordinator) -> None:
@@ -131,7 +135,8 @@ def test_B136_a_tier_that_does_not_clear_fails_the_commit_and_is_named(tmp_path:
         stage.play(scene)
 
 
-def test_B139_recompute_aborts_nobody_and_every_reply_carries_its_spans(stage: Stage) -> None:
+@pytest.mark.case("B139")
+def test_recompute_aborts_nobody_and_every_reply_carries_its_spans(stage: Stage) -> None:
     async def scene(c: HandCoordinator) -> None:
         old, before = (await c.status()).live_version, stage.live
         serial, path, version = stage.next()
@@ -173,7 +178,8 @@ def follows(stage: Stage, before: int, prompt: list[int], answer: dict[str, Any]
     return compared
 
 
-def test_B141_weights_are_written_only_when_no_forward_runs(tmp_path: Path) -> None:
+@pytest.mark.case("B141")
+def test_weights_are_written_only_when_no_forward_runs(tmp_path: Path) -> None:
     """Steps take long; the pause waits for the running one, and no step reads two versions."""
     with toy_stage(tmp_path) as stage:
 
@@ -208,8 +214,9 @@ def test_B141_weights_are_written_only_when_no_forward_runs(tmp_path: Path) -> N
         stage.play(scene)
 
 
+@pytest.mark.case("B157")
 @pytest.mark.parametrize("outcome", ["ok", "refused", "failed", "restored", "expired", "aborted"])
-def test_B157_generation_answers_after_every_outcome(stage: Stage, outcome: str) -> None:
+def test_generation_answers_after_every_outcome(stage: Stage, outcome: str) -> None:
     async def scene(c: HandCoordinator) -> None:
         before = await c.status()
         serial, path, version = stage.next()
@@ -252,7 +259,8 @@ async def ended(stage: Stage, c: HandCoordinator, outcome: str, serial: int, ver
     await c.until(lambda status: status.state is FrontState.OPEN)
 
 
-def test_B161_an_install_never_overtakes_the_acknowledgement_of_the_pause(tmp_path: Path) -> None:
+@pytest.mark.case("B161")
+def test_an_install_never_overtakes_the_acknowledgement_of_the_pause(tmp_path: Path) -> None:
     """A step lasts until the test has looked, so the ranks' acknowledgement of the stop comes that late."""
     with toy_stage(tmp_path, tp=2) as stage:
 
@@ -277,9 +285,10 @@ def test_B161_an_install_never_overtakes_the_acknowledgement_of_the_pause(tmp_pa
         stage.play(scene)
 
 
+@pytest.mark.case("B170")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_B170_tokens_carry_the_version_that_made_them_at_a_hundred_random_moments(stage: Stage) -> None:
+def test_tokens_carry_the_version_that_made_them_at_a_hundred_random_moments(stage: Stage) -> None:
     chance = random.Random(170)
 
     async def once(c: HandCoordinator) -> tuple[int, int, int]:

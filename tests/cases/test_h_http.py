@@ -1,4 +1,4 @@
-"""Reports about control planes (kinds h and i), on a real coordinator with simulated fronts."""
+"""The HTTP side of a real coordinator, with simulated fronts: sessions, tokens, odd messages, versions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def routes(service: LocalService) -> list[tuple[str, str]]:
     return found
 
 
-def test_B144_both_callers_are_answered_and_one_proceeds(tmp_path: Path) -> None:
+@pytest.mark.case("B144")
+def test_both_callers_are_answered_and_one_proceeds(tmp_path: Path) -> None:
     async def scenario(service: LocalService) -> None:
         (front,) = await service.join("one")
         paths = [service.checkpoint(f"v{step}") for step in (8, 9)]
@@ -72,7 +73,8 @@ def test_B144_both_callers_are_answered_and_one_proceeds(tmp_path: Path) -> None
     run(tmp_path, scenario)
 
 
-def test_B146_the_same_key_is_the_same_session(tmp_path: Path) -> None:
+@pytest.mark.case("B146")
+def test_the_same_key_is_the_same_session(tmp_path: Path) -> None:
     async def scenario(service: LocalService) -> None:
         (front,) = await service.join("one")
         front.hold["stage"] = asyncio.Event()
@@ -90,7 +92,8 @@ def test_B146_the_same_key_is_the_same_session(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_B147_after_a_failure_the_next_update_starts(tmp_path: Path) -> None:
+@pytest.mark.case("B147")
+def test_after_a_failure_the_next_update_starts(tmp_path: Path) -> None:
     async def scenario(service: LocalService) -> None:
         (front,) = await service.join("one")
         for verb in ("plan", "stage", "verify", "pause"):
@@ -114,8 +117,9 @@ class _Marker:
         return (os.mkdir, (str(self.path),))
 
 
+@pytest.mark.case("B151")
 @pytest.mark.parametrize("encoding", ["raw", "base64"])
-def test_B151_nothing_is_unpickled(tmp_path: Path, encoding: str) -> None:
+def test_nothing_is_unpickled(tmp_path: Path, encoding: str) -> None:
     marker = tmp_path / "marker"
     bomb = pickle.dumps(_Marker(marker))
     text = base64.b64encode(bomb).decode()
@@ -143,7 +147,8 @@ def test_B151_nothing_is_unpickled(tmp_path: Path, encoding: str) -> None:
     run(tmp_path, scenario)
 
 
-def test_B153_loopback_by_default_and_no_public_bind_without_a_token(tmp_path: Path) -> None:
+@pytest.mark.case("B153")
+def test_loopback_by_default_and_no_public_bind_without_a_token(tmp_path: Path) -> None:
     listener = bind(Settings(state=tmp_path, port=0))
     try:
         assert listener.getsockname()[0] == "127.0.0.1"
@@ -161,7 +166,8 @@ def test_B153_loopback_by_default_and_no_public_bind_without_a_token(tmp_path: P
     run(tmp_path, scenario, tokens=Tokens(ADMIN))
 
 
-def test_B155_tokens_are_in_no_answer_and_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.case("B155")
+def test_tokens_are_in_no_answer_and_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
 
     async def scenario(service: LocalService) -> None:
@@ -183,7 +189,8 @@ def test_B155_tokens_are_in_no_answer_and_no_log(tmp_path: Path, caplog: pytest.
     run(tmp_path, scenario, tokens=Tokens(ADMIN, INFERENCE))
 
 
-def test_B156_every_path_but_the_health_paths_needs_a_token(tmp_path: Path) -> None:
+@pytest.mark.case("B156")
+def test_every_path_but_the_health_paths_needs_a_token(tmp_path: Path) -> None:
     async def scenario(service: LocalService) -> None:
         await service.join("one")
         service.http.headers.pop("authorization")
@@ -204,7 +211,8 @@ def test_B156_every_path_but_the_health_paths_needs_a_token(tmp_path: Path) -> N
     run(tmp_path, scenario, tokens=Tokens(ADMIN))
 
 
-def test_B157_admission_is_open_again_after_every_outcome(tmp_path: Path) -> None:
+@pytest.mark.case("B157")
+def test_admission_is_open_again_after_every_outcome(tmp_path: Path) -> None:
     async def scenario(service: LocalService) -> None:
         one, two = await service.join("one", "two")
         step = 0
@@ -223,6 +231,7 @@ def test_B157_admission_is_open_again_after_every_outcome(tmp_path: Path) -> Non
     run(tmp_path, scenario)
 
 
+@pytest.mark.case("B159")
 @pytest.mark.parametrize(
     "body",
     [
@@ -242,7 +251,7 @@ def test_B157_admission_is_open_again_after_every_outcome(tmp_path: Path) -> Non
     ],
     ids=range(13),
 )
-def test_B159_odd_messages_are_refused_and_the_service_goes_on(tmp_path: Path, body: bytes) -> None:
+def test_odd_messages_are_refused_and_the_service_goes_on(tmp_path: Path, body: bytes) -> None:
     async def scenario(service: LocalService) -> None:
         (front,) = await service.join("one")
         for path in ("/v1/updates", "/v1/rollback", "/v1/fleet/replicas", "/v1/fleet/adopt"):
@@ -259,7 +268,8 @@ def test_B159_odd_messages_are_refused_and_the_service_goes_on(tmp_path: Path, b
     run(tmp_path, scenario)
 
 
-def test_B161_the_decision_comes_after_the_acknowledgement_of_every_engine(tmp_path: Path) -> None:
+@pytest.mark.case("B161")
+def test_the_decision_comes_after_the_acknowledgement_of_every_engine(tmp_path: Path) -> None:
     async def scenario(service: LocalService) -> None:
         one, two = await service.join("one", "two")
         two.hold["pause"] = asyncio.Event()
@@ -276,7 +286,8 @@ def test_B161_the_decision_comes_after_the_acknowledgement_of_every_engine(tmp_p
     run(tmp_path, scenario)
 
 
-def test_B163_three_replicas_and_the_third_refuses_at_commit(tmp_path: Path) -> None:
+@pytest.mark.case("B163")
+def test_three_replicas_and_the_third_refuses_at_commit(tmp_path: Path) -> None:
     async def scenario(service: LocalService) -> None:
         fronts = await service.join("one", "two", "three")
         await service.push(7)
@@ -292,7 +303,8 @@ def test_B163_three_replicas_and_the_third_refuses_at_commit(tmp_path: Path) -> 
     run(tmp_path, scenario)
 
 
-def test_B164_every_replica_gets_the_version(tmp_path: Path) -> None:
+@pytest.mark.case("B164")
+def test_every_replica_gets_the_version(tmp_path: Path) -> None:
     async def scenario(service: LocalService) -> None:
         fronts = await service.join("one", "two")
         await service.push(8)
@@ -303,7 +315,8 @@ def test_B164_every_replica_gets_the_version(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_B169_a_label_is_not_published_without_its_bytes(tmp_path: Path) -> None:
+@pytest.mark.case("B169")
+def test_a_label_is_not_published_without_its_bytes(tmp_path: Path) -> None:
     async def scenario(service: LocalService) -> None:
         (front,) = await service.join("one")
         await service.push(7)
@@ -317,7 +330,8 @@ def test_B169_a_label_is_not_published_without_its_bytes(tmp_path: Path) -> None
     run(tmp_path, scenario)
 
 
-def test_B172_the_counter_of_a_new_trainer_does_not_go_back(tmp_path: Path) -> None:
+@pytest.mark.case("B172")
+def test_the_counter_of_a_new_trainer_does_not_go_back(tmp_path: Path) -> None:
     async def scenario(service: LocalService) -> None:
         await service.join("one")
         await service.push(57)
@@ -332,7 +346,8 @@ def test_B172_the_counter_of_a_new_trainer_does_not_go_back(tmp_path: Path) -> N
     run(tmp_path, scenario)
 
 
-def test_B177_the_same_path_with_other_bytes_is_another_version(tmp_path: Path) -> None:
+@pytest.mark.case("B177")
+def test_the_same_path_with_other_bytes_is_another_version(tmp_path: Path) -> None:
     async def scenario(service: LocalService) -> None:
         (front,) = await service.join("one")
         path = service.checkpoint("latest", "first")

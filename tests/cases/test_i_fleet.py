@@ -1,4 +1,4 @@
-"""Cases at the level of a fleet: two replicas, one over two ranks, a coordinator, everything over HTTP.
+"""A fleet: two replicas, one over two ranks, a coordinator, everything over HTTP.
 
 REFUSED here is the whole of it: nothing published; version, digests of every parameter on every rank and greedy
 output as before; admission open; the spare empty or still the previous version and nothing held beyond it; a stable
@@ -140,8 +140,12 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint that `spoil` made bad. `failures`: (code, tensor, file) that must be told, among others."""
+    """A checkpoint that `spoil` made bad, and the case that it stands for, if any.
 
+    `failures`: (code, tensor, file) that must be told, among others.
+    """
+
+    id: str
     name: str
     spoil: Callable[[Path], None]
     code: str
@@ -273,26 +277,30 @@ ONE_FILE = "model.safetensors"
 BEHIND_HOLE = list(NAMES)[3]
 
 CASES = (
-    Case("B002-truncated", truncate, "file_truncated", [("file_truncated", NORM, SECOND)]),
-    Case("B004-name-twice", one_file(name_twice), "tensor_duplicate", [("tensor_duplicate", NORM, ONE_FILE)]),
-    Case("B006-same-range", one_file(same_range), "file_range", [("file_range", name, ONE_FILE) for name in (K, V)]),
-    Case("B007-hole", one_file(hole), "file_range", [("file_range", BEHIND_HOLE, ONE_FILE)], exact=True),
-    Case("B013-no-shard", lambda folder: (folder / SECOND).unlink(), "shard_missing", [("shard_missing", "", SECOND)]),
-    Case("B014-other-shard", reindex({K: SECOND}), "index_mismatch", [("index_mismatch", K, SECOND)]),
-    Case("B014-in-no-shard", reindex({"x": FIRST}), "index_mismatch", [("index_mismatch", "x", FIRST)], exact=True),
-    Case("B017-leads-out", lead_out, "source_outside_roots", [("source_outside_roots", K, INDEX)], exact=True),
-    Case("B024-flipped-byte", flip_a_byte, "tensor_digest", [("tensor_digest", V, "")], "aborted", exact=True),
-    Case("B027-no-such-dtype", one_file(invented_dtype), "file_dtype", [("file_dtype", UP, ONE_FILE)], exact=True),
-    Case("B027-other-dtype", changed(as_integers), "tensor_dtype", [("tensor_dtype", NORM, "")], exact=True),
+    Case("B002", "truncated", truncate, "file_truncated", [("file_truncated", NORM, SECOND)]),
+    Case("B004", "name-twice", one_file(name_twice), "tensor_duplicate", [("tensor_duplicate", NORM, ONE_FILE)]),
+    Case("B006", "same-range", one_file(same_range), "file_range", [("file_range", name, ONE_FILE) for name in (K, V)]),
+    Case("B007", "hole", one_file(hole), "file_range", [("file_range", BEHIND_HOLE, ONE_FILE)], exact=True),
     Case(
-        "B036-misspelt",
+        "B013", "no-shard", lambda folder: (folder / SECOND).unlink(), "shard_missing", [("shard_missing", "", SECOND)]
+    ),
+    Case("B014", "other-shard", reindex({K: SECOND}), "index_mismatch", [("index_mismatch", K, SECOND)]),
+    Case("B014", "in-no-shard", reindex({"x": FIRST}), "index_mismatch", [("index_mismatch", "x", FIRST)], exact=True),
+    Case("B017", "leads-out", lead_out, "source_outside_roots", [("source_outside_roots", K, INDEX)], exact=True),
+    Case("B024", "flipped-byte", flip_a_byte, "tensor_digest", [("tensor_digest", V, "")], "aborted", exact=True),
+    Case("B027", "no-such-dtype", one_file(invented_dtype), "file_dtype", [("file_dtype", UP, ONE_FILE)], exact=True),
+    Case("B027", "other-dtype", changed(as_integers), "tensor_dtype", [("tensor_dtype", NORM, "")], exact=True),
+    Case(
+        "B036",
+        "misspelt",
         changed(lambda tensors: renamed(tensors, NORM, "model.nrom.weight")),
         "tensor_missing",
         [("tensor_missing", NORM, ""), ("tensor_unexpected", "model.nrom.weight", "")],
         exact=True,
     ),
     Case(
-        "B037-all-renamed",
+        "B037",
+        "all-renamed",
         changed(lambda tensors: {f"net.{name}": tensor for name, tensor in tensors.items()}),
         "tensor_missing",
         [
@@ -301,30 +309,36 @@ CASES = (
         ],
         exact=True,
     ),
-    Case("B040-no-head", lacking("lm_head"), "tensor_missing", [("tensor_missing", "lm_head.weight", "")], exact=True),
     Case(
-        "B054-no-expert-3",
+        "B040", "no-head", lacking("lm_head"), "tensor_missing", [("tensor_missing", "lm_head.weight", "")], exact=True
+    ),
+    Case(
+        "B054",
+        "no-expert-3",
         lacking(EXPERT),
         "tensor_missing",
         [("tensor_missing", f"{EXPERT}.{part}_proj.weight", "") for part in ("gate", "up", "down")],
         exact=True,
     ),
-    Case("B075-nan", changed(with_nan), "tensor_nonfinite", [("tensor_nonfinite", Q, "")], "aborted", exact=True),
+    Case("B075", "nan", changed(with_nan), "tensor_nonfinite", [("tensor_nonfinite", Q, "")], "aborted", exact=True),
     Case(
-        "B104-placeholder",
+        "B104",
+        "placeholder",
         changed(lambda tensors: tensors | {Q: torch.empty(0, dtype=torch.bfloat16)}),
         "tensor_shape",
         [("tensor_shape", Q, "")],
         exact=True,
     ),
     Case(
-        "B175-twice-as-wide",
+        "B175",
+        "twice-as-wide",
         twice_as_wide,
         "tensor_shape",
         [("tensor_shape", name, "") for name, shape in NAMES.items() if WIDER[name] != shape],
         exact=True,
     ),
     Case(
+        "",
         "keys-and-values-swapped",
         swap_keys_and_values,
         "tensor_digest",
@@ -362,8 +376,11 @@ def as_before(view: View) -> None:
     assert not [rank for ranks in view.held.values() for rank in ranks if rank.paused or rank.files]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_REFUSED(stage: Stage, tmp_path: Path, case: Case) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=pytest.mark.case(case.id) if case.id else ()) for case in CASES],
+)
+def test_refused(stage: Stage, tmp_path: Path, case: Case) -> None:
     fleet, folder = stage.fleet, stage.home / f"bad-{case.name}"
     make_toy_checkpoint(folder, "M2", seed=11, shards=2)
     case.spoil(folder)
@@ -383,17 +400,19 @@ def test_REFUSED(stage: Stage, tmp_path: Path, case: Case) -> None:
     assert stage.publish()["version"] == f"0-{number}"  # refused versions stay free
 
 
-def test_B137_an_adapter_is_refused_and_changes_nothing(stage: Stage) -> None:
+@pytest.mark.case("B137")
+def test_an_adapter_is_refused_and_changes_nothing(stage: Stage) -> None:
     fleet, path = stage.fleet, stage.next_good()
     before, kept = settled(fleet), fleet.get("/v1/version")["rollback_to"]
     as_before(before)
-    document = refused(stage, before, kept, fleet.push(path, stage.step, id="B137", adapter="x"))
+    document = refused(stage, before, kept, fleet.push(path, stage.step, id="adapter", adapter="x"))
     assert (document["code"], document["outcome"], document["retryable"]) == ("adapter_unsupported", "rejected", False)
-    assert fleet.client.get(f"{fleet.url}/v1/updates/B137").status_code == 404
-    stage.publish(id="B137")
+    assert fleet.client.get(f"{fleet.url}/v1/updates/adapter").status_code == 404
+    stage.publish(id="adapter")
 
 
-def test_B137_a_cached_prompt_is_computed_anew_by_every_version(stage: Stage) -> None:
+@pytest.mark.case("B137")
+def test_a_cached_prompt_is_computed_anew_by_every_version(stage: Stage) -> None:
     """What takes the adapter's place here: the same label in the request, other weights behind it."""
     fleet, url = stage.fleet, stage.fleet.replicas["two"].url
     cached = []
@@ -421,19 +440,20 @@ def streaming(stage: Stage, name: str, tokens: int) -> Iterator[Iterator[dict[st
         yield (json.loads(line) for line in lines)
 
 
-def test_B134_frozen_requests_need_a_mode_that_no_later_request_can_hit(stage: Stage) -> None:
+@pytest.mark.case("B134")
+def test_frozen_requests_need_a_mode_that_no_later_request_can_hit(stage: Stage) -> None:
     fleet = stage.fleet
     before, kept = settled(fleet), fleet.get("/v1/version")["rollback_to"]
     path, old = stage.next_good(), before.version["version"]
-    refusal = fleet.push(path, stage.step, id="B134", policy={"in_flight": "keep", "cache": "reset"})
+    refusal = fleet.push(path, stage.step, id="frozen", policy={"in_flight": "keep", "cache": "reset"})
     assert refused(stage, before, kept, refusal)["code"] == "mode_unsupported"
     keep: dict[str, Any] = {
-        "id": "B134-keep",
+        "id": "frozen-keep",
         "policy": {"in_flight": "keep", "cache": "namespace", "commit": "manual"},
         "lease_s": HANG_S,
     }
     assert fleet.push(path, stage.step, wait=False, **keep).status_code == 202
-    fleet.until(lambda: phase(fleet, "B134-keep") == "ready")
+    fleet.until(lambda: phase(fleet, "frozen-keep") == "ready")
     url = fleet.replicas["two"].url
 
     def shut() -> bool:
@@ -446,7 +466,7 @@ def test_B134_frozen_requests_need_a_mode_that_no_later_request_can_hit(stage: S
         allow(2)
         with streaming(stage, "two", 1000) as chunks:
             next(chunks)
-            assert fleet.post("/v1/updates/B134-keep/commit").status_code == 202
+            assert fleet.post("/v1/updates/frozen-keep/commit").status_code == 202
             fleet.until(shut)
             slowly.close()
             new = stage.accepted(path, fleet.push(path, stage.step, **keep))["version"]
@@ -460,7 +480,8 @@ def test_B134_frozen_requests_need_a_mode_that_no_later_request_can_hit(stage: S
     stage.publish()
 
 
-def test_B142_an_engine_that_cannot_reset_its_cache_says_so_and_is_believed(stage: Stage) -> None:
+@pytest.mark.case("B142")
+def test_an_engine_that_cannot_reset_its_cache_says_so_and_is_believed(stage: Stage) -> None:
     fleet = stage.fleet
     assert stage.live is not None
     model = stage.copy(stage.live)
@@ -471,7 +492,7 @@ def test_B142_an_engine_that_cannot_reset_its_cache_says_so_and_is_believed(stag
         as_before(before)
         for in_flight in ("drain", "abort", "recompute"):
             policy = {"in_flight": in_flight, "cache": "reset"}
-            answer = fleet.push(stage.next_good(), stage.step, id=f"B142-{in_flight}", policy=policy)
+            answer = fleet.push(stage.next_good(), stage.step, id=f"no-reset-{in_flight}", policy=policy)
             document = refused(stage, before, kept, answer)
             assert (document["code"], document["outcome"]) == ("mode_unsupported", "rejected")
             assert {failure["replica"] for failure in document["failures"]} == {"no-reset"}
@@ -494,7 +515,8 @@ def half_way(stage: Stage) -> str:
     return f"raise:before:rebind:0:{inside[len(inside) // 2]}"
 
 
-def test_B148_B174_an_install_that_fails_half_way_is_taken_back_without_the_source(stage: Stage) -> None:
+@pytest.mark.case("B148", "B174")
+def test_an_install_that_fails_half_way_is_taken_back_without_the_source(stage: Stage) -> None:
     """Everywhere, from the kept copy: the live version's own files are gone by then."""
     fleet = stage.fleet
     home = stage.copy(stage.next_good())
@@ -506,7 +528,7 @@ def test_B148_B174_an_install_that_fails_half_way_is_taken_back_without_the_sour
         before = settled(fleet)
         as_before(before)
         shutil.rmtree(home)
-        document = refused(stage, before, None, fleet.push(other, stage.step, id="B148"), status=424)
+        document = refused(stage, before, None, fleet.push(other, stage.step, id="half-way"), status=424)
         assert (document["code"], document["outcome"]) == ("rank_failed", "rolled_back")
         assert {(failure["replica"], failure["rank"]) for failure in document["failures"]} == {("faulty", 0)}
         stage.step += 1  # a decided version is used up
@@ -515,21 +537,22 @@ def test_B148_B174_an_install_that_fails_half_way_is_taken_back_without_the_sour
         assert fleet.stop("faulty") == 0
 
 
-def test_B150_a_repeat_in_the_middle_joins_and_one_after_the_end_gets_the_receipt(stage: Stage) -> None:
+@pytest.mark.case("B150")
+def test_a_repeat_in_the_middle_joins_and_one_after_the_end_gets_the_receipt(stage: Stage) -> None:
     fleet, once = stage.fleet, stage.publish()["bytes_read"]
     path = stage.next_good()
-    body: dict[str, Any] = {"id": "B150", "policy": {"commit": "manual"}, "lease_s": HANG_S}
+    body: dict[str, Any] = {"id": "repeated", "policy": {"commit": "manual"}, "lease_s": HANG_S}
     with ThreadPoolExecutor(2) as waiters:
         first = waiters.submit(stage.fleet.push, path, stage.step, **body)
-        fleet.until(lambda: phase(fleet, "B150") == "ready")
+        fleet.until(lambda: phase(fleet, "repeated") == "ready")
         again = fleet.push(path, stage.step, wait=False, **body)
         assert (again.status_code, again.json()["phase"]) == (202, "ready")
         second = waiters.submit(stage.fleet.push, path, stage.step, **body)
         other = fleet.push(stage.good[0], stage.step + 1, **body)
         assert (other.status_code, other.json()["code"]) == (422, "id_reused")
-        concurrent = fleet.push(path, stage.step, id="B150-other")
+        concurrent = fleet.push(path, stage.step, id="repeated-other")
         assert (concurrent.status_code, concurrent.json()["code"]) == (409, "busy")
-        assert fleet.post("/v1/updates/B150/commit").status_code == 202
+        assert fleet.post("/v1/updates/repeated/commit").status_code == 202
         answers = [first.result(HANG_S), second.result(HANG_S)]
     receipt = stage.accepted(path, answers[0])
     assert answers[1].json() == receipt
@@ -539,22 +562,23 @@ def test_B150_a_repeat_in_the_middle_joins_and_one_after_the_end_gets_the_receip
     late = fleet.push(path, stage.step - 1, **body)
     assert (late.status_code, late.json()) == (200, receipt)
     assert settled(fleet) == after
-    assert [each["id"] for each in fleet.get("/v1/history")["receipts"]].count("B150") == 1
+    assert [each["id"] for each in fleet.get("/v1/history")["receipts"]].count("repeated") == 1
 
 
-def test_B150_a_failed_update_asked_for_again_gets_its_failure_and_another_begins_from_nothing(stage: Stage) -> None:
+@pytest.mark.case("B150")
+def test_a_failed_update_asked_for_again_gets_its_failure_and_another_begins_from_nothing(stage: Stage) -> None:
     fleet, once = stage.fleet, stage.publish()["bytes_read"]
     folder = stage.copy(stage.next_good())
     rewrite(folder, with_nan(tensors_of(folder)))
-    first = fleet.push(folder, stage.step, id="B150-nan")
+    first = fleet.push(folder, stage.step, id="repeated-nan")
     before = settled(fleet)
     assert (first.status_code, first.json()["code"]) == (422, "tensor_nonfinite")
     shutil.rmtree(folder)
     shutil.copytree(stage.next_good(), folder)  # repaired under the same path
-    repeat = fleet.push(folder, stage.step, id="B150-nan")
+    repeat = fleet.push(folder, stage.step, id="repeated-nan")
     assert repeat.json()["receipt"] == first.json()["receipt"]
     assert settled(fleet) == before
-    assert stage.publish(path=folder, id="B150-repaired")["bytes_read"] == once
+    assert stage.publish(path=folder, id="repeated-repaired")["bytes_read"] == once
 
 
 def phase(fleet: LiveFleet, update: str) -> str:
@@ -579,7 +603,8 @@ def labels(stage: Stage) -> set[str]:
     return told
 
 
-def test_B168_the_version_is_told_by_everybody_from_the_commit_on_and_by_nobody_before(stage: Stage) -> None:
+@pytest.mark.case("B168")
+def test_the_version_is_told_by_everybody_from_the_commit_on_and_by_nobody_before(stage: Stage) -> None:
     fleet, path, new = stage.fleet, stage.next_good(), f"0-{stage.step}"
     old = fleet.get("/v1/version")["version"]
     assert labels(stage) == {old}
@@ -598,7 +623,8 @@ def test_B168_the_version_is_told_by_everybody_from_the_commit_on_and_by_nobody_
     stage.publish()
 
 
-def test_B174_the_way_back_is_the_kept_copy_and_not_the_disk(stage: Stage) -> None:
+@pytest.mark.case("B174")
+def test_the_way_back_is_the_kept_copy_and_not_the_disk(stage: Stage) -> None:
     fleet = stage.fleet
     seven, eight = stage.copy(stage.good[0]), stage.copy(stage.good[1])
     old = stage.publish(path=seven)["version"]
@@ -607,7 +633,7 @@ def test_B174_the_way_back_is_the_kept_copy_and_not_the_disk(stage: Stage) -> No
     shutil.rmtree(seven)
     shutil.rmtree(eight)
     # One that needs no byte to be refused leaves the kept copy alone.
-    gone = fleet.push(eight, stage.step, id="B174-gone")
+    gone = fleet.push(eight, stage.step, id="way-back-gone")
     assert (gone.status_code, gone.json()["code"], gone.json()["outcome"]) == (422, "source_missing", "rejected")
     back = fleet.post("/v1/rollback", {"target": old, "expected_live": new}, wait=True)
     assert (back.status_code, back.json()["kind"], back.json()["bytes_read"]) == (200, "rollback", 0)
@@ -619,7 +645,7 @@ def test_B174_the_way_back_is_the_kept_copy_and_not_the_disk(stage: Stage) -> No
     # One that was staged has spent it, and nobody pretends otherwise.
     folder = stage.copy(stage.good[0])
     rewrite(folder, with_nan(tensors_of(folder)))
-    bad = fleet.push(folder, stage.step, id="B174-nan")
+    bad = fleet.push(folder, stage.step, id="way-back-nan")
     assert (bad.status_code, bad.json()["outcome"], bad.json()["receipt"]["rollback_to"]) == (422, "aborted", None)
     late = fleet.post("/v1/rollback", {"target": new, "expected_live": old}, wait=True)
     assert (late.status_code, late.json()["code"]) == (412, "no_rollback")
@@ -679,7 +705,8 @@ def history(stage: Stage) -> set[tuple[str, str]]:
     return {(each["kind"], each["outcome"]) for each in stage.fleet.get("/v1/history")["receipts"]}
 
 
-def test_B166_a_killed_replica_that_comes_back_with_base_weights_serves_nothing_before_it_caught_up(
+@pytest.mark.case("B166")
+def test_a_killed_replica_that_comes_back_with_base_weights_serves_nothing_before_it_caught_up(
     stage: Stage,
 ) -> None:
     fleet, start, port = stage.fleet, stage.home / "start", free_port()
@@ -696,7 +723,7 @@ def test_B166_a_killed_replica_that_comes_back_with_base_weights_serves_nothing_
         assert psutil.wait_procs(ranks, timeout=HANG_S)[1] == []
         fleet.until(lambda: member(stage, "third")["state"] == "lost")
         # Nobody knows what it serves: no version passes it.
-        blocked = fleet.push(stage.next_good(), stage.step, id="B166-blocked")
+        blocked = fleet.push(stage.next_good(), stage.step, id="blocked")
         assert (blocked.status_code, blocked.json()["code"]) == (409, "member_blocked")
         assert {failure["replica"] for failure in blocked.json()["failures"]} == {"third"}
     hidden = source.rename(source.with_name("hidden"))

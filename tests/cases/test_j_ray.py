@@ -1,7 +1,6 @@
-"""Cases of kind j: Ray. Replicas and coordinator are actors of a cluster of two nodes on this machine.
+"""Ray: replicas and coordinator are actors of a cluster of two nodes on this machine.
 
-B184 and B188, of cards that are numbered in two ways, are in `test_f_device_memory`: nothing of a device goes through
-Ray.
+Cards that are numbered in two ways are in `test_device_memory`: nothing of a device goes through Ray.
 """
 
 from __future__ import annotations
@@ -70,7 +69,8 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     return toy_tensors(fixture_config("M0"), seed)
 
 
-def test_B182_no_weights_cross_the_object_store(fleet: Fleet) -> None:
+@pytest.mark.case("B182")
+def test_no_weights_cross_the_object_store(fleet: Fleet) -> None:
     """A push is carried by the transport; what goes through Ray is a manifest and words about it."""
 
     class Counting(ActorTransport):
@@ -99,7 +99,8 @@ def _send(session: UpdateSession, tensors: dict[str, torch.Tensor]) -> None:
         update.wait()
 
 
-def test_B187_a_live_state_dict_that_is_sent_for_its_copy_is_refused(fleet: Fleet) -> None:
+@pytest.mark.case("B187")
+def test_a_live_state_dict_that_is_sent_for_its_copy_is_refused(fleet: Fleet) -> None:
     """The digests are of the copy; what arrives is what an optimiser has made of the live tensors since."""
     live, before = weights(7), fleet.client.version().version
     source = as_source({name: tensor.clone() for name, tensor in live.items()})
@@ -118,7 +119,8 @@ def test_B187_a_live_state_dict_that_is_sent_for_its_copy_is_refused(fleet: Flee
     fleet.serves("one", fleet.paths[1], before or "")
 
 
-def test_B179_an_actor_that_stands_still_holds_a_call_no_longer_than_its_own_limit(fleet: Fleet) -> None:
+@pytest.mark.case("B179")
+def test_an_actor_that_stands_still_holds_a_call_no_longer_than_its_own_limit(fleet: Fleet) -> None:
     front = ask(fleet.replicas["two"].processes.remote())["front"]
     participant = RayParticipant("two", str(Address("two", fleet.namespace)))
 
@@ -136,7 +138,8 @@ def test_B179_an_actor_that_stands_still_holds_a_call_no_longer_than_its_own_lim
     assert asyncio.run(status(DEADLINE_S)).replica == "two"
 
 
-def test_B179_an_actor_killed_in_staging_aborts_the_update_and_the_others_serve_on(fleet: Fleet) -> None:
+@pytest.mark.case("B179")
+def test_an_actor_killed_in_staging_aborts_the_update_and_the_others_serve_on(fleet: Fleet) -> None:
     """Every rank waits for a sender when one actor dies: nothing but its death can end the update before the limit."""
     live, path = fleet.client.version().version or "", fleet.live_path()
     front = ask(fleet.replicas["two"].processes.remote())["front"]
@@ -170,7 +173,8 @@ def _standing(fleet: Fleet, replica: str) -> str:
     return next(member.state for member in fleet.client.fleet().members if member.replica == replica)
 
 
-def test_B181_an_actor_is_made_of_small_arguments_and_comes_back_when_the_store_was_full(fleet: Fleet) -> None:
+@pytest.mark.case("B181")
+def test_an_actor_is_made_of_small_arguments_and_comes_back_when_the_store_was_full(fleet: Fleet) -> None:
     settings = replace(toy_settings(fleet.paths[0], replica="one"), coordinator="ray://coordinator@cases")
     assert len(ray.cloudpickle.dumps((settings, str(Address("one"))))) < SMALL
     chunk = STORE_BYTES // 4
@@ -187,7 +191,8 @@ def test_B181_an_actor_is_made_of_small_arguments_and_comes_back_when_the_store_
         fleet.serves(name, other, f"0-{step}")
 
 
-def test_B179_an_actor_that_is_gone_for_good_is_known_to_be_gone_at_once(fleet: Fleet) -> None:
+@pytest.mark.case("B179")
+def test_an_actor_that_is_gone_for_good_is_known_to_be_gone_at_once(fleet: Fleet) -> None:
     participant = RayParticipant("two", str(Address("two", fleet.namespace)))
 
     async def status() -> Any:

@@ -151,6 +151,7 @@ def test_two_ranks_on_one_device_are_refused_for_nccl() -> None:
         refuse_shared_devices(offer, "GPU-0", {0: "GPU-1", 1: "", 2: "GPU-2"})
 
 
+@pytest.mark.case("B204")
 def test_addresses() -> None:
     for host in ("127.0.0.1", "::1", "trainer.example"):
         assert split_address(join_address(host, 70)) == (host, 70)

@@ -167,7 +167,8 @@ def test_a_sender_is_stopped_before_the_plan(fleet: Fleet) -> None:
     fleet.good()
 
 
-def test_B089_a_sender_is_killed_while_a_bucket_travels(fleet: Fleet) -> None:
+@pytest.mark.case("B089")
+def test_a_sender_is_killed_while_a_bucket_travels(fleet: Fleet) -> None:
     under_way(fleet)
     fleet.sender.signal(signal.SIGKILL)
     assert fleet.codes(0, 2) == ["peer_lost"] * 2

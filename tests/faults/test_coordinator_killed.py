@@ -251,8 +251,9 @@ def test_a_second_coordinator_on_the_same_address_takes_nothing_over(world: Worl
     assert world.fronts.serving == ["0-8", "0-8"]
 
 
+@pytest.mark.case("B156")
 def test_paths_that_no_client_library_would_send_are_closed_too(tmp_path: Path) -> None:
-    """B156 on the wire: with a token configured, nothing but the two exact paths answers without it."""
+    """On the wire: with a token configured, nothing but the two exact paths answers without it."""
 
     port = free_port()
     program = (

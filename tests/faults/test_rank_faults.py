@@ -35,9 +35,8 @@ def tokens_of(folder: Path) -> list[int]:
     return list(Reference.load(folder).generate(PROMPT, 10))
 
 
-def test_B136_the_tier_that_stays_full_is_named_and_restoring_brings_the_old_version_back(
-    seven: Path, eight: Path
-) -> None:
+@pytest.mark.case("B136")
+def test_the_tier_that_stays_full_is_named_and_restoring_brings_the_old_version_back(seven: Path, eight: Path) -> None:
     options: Options = {"tiers": "device,host,store", "cache_refuses": "host"}
     with Replica(TOY, seven, 1, options) as replica:
         before, old = replica.digests(), tokens_of(seven)

@@ -190,7 +190,8 @@ def test_a_plan_that_a_rank_does_not_expect(sender: CudaIpcSender, rank: Rank) -
     good(push(sender, rank, there(tensors)), tensors)
 
 
-def test_B110_fifty_updates_take_no_more_memory_on_either_side(sender: CudaIpcSender, rank: Rank) -> None:
+@pytest.mark.case("B110")
+def test_fifty_updates_take_no_more_memory_on_either_side(sender: CudaIpcSender, rank: Rank) -> None:
     tensors = model()
     moved = there(tensors)
     here, others = [], []
@@ -203,7 +204,8 @@ def test_B110_fifty_updates_take_no_more_memory_on_either_side(sender: CudaIpcSe
     assert max(others) - min(others) <= (2 if STAND_IN else BUCKET)
 
 
-def test_B111_a_buffer_comes_back_after_many_chunks_and_a_bad_end(rank: Rank) -> None:
+@pytest.mark.case("B111")
+def test_a_buffer_comes_back_after_many_chunks_and_a_bad_end(rank: Rank) -> None:
     rank.ask(do="forget")
     tensors = there({f"c{at}": noise("BF16", (400, 1000), at) for at in range(8)})
     before = allocated()
@@ -215,7 +217,8 @@ def test_B111_a_buffer_comes_back_after_many_chunks_and_a_bad_end(rank: Rank) ->
     sender.close()
 
 
-def test_B111_a_killed_rank_costs_no_buffer() -> None:
+@pytest.mark.case("B111")
+def test_a_killed_rank_costs_no_buffer() -> None:
     tensors = model()
     moved = there(tensors)
     before = allocated()
@@ -230,8 +233,9 @@ def test_B111_a_killed_rank_costs_no_buffer() -> None:
     sender.close()
 
 
+@pytest.mark.case("B113")
 @only_on_a_device
-def test_B113_expandable_segments_are_refused_with_advice() -> None:
+def test_expandable_segments_are_refused_with_advice() -> None:
     code = """
 import torch
 from transports.cuda_ipc import CudaIpcSender
@@ -249,8 +253,9 @@ except Rejected as error:
         assert ran.stdout.split() == ["transport_unsupported", "True"], ran.stderr
 
 
+@pytest.mark.case("B117")
 @only_on_a_device
-def test_B117_the_device_is_found_by_uuid_under_another_name(sender: CudaIpcSender) -> None:
+def test_the_device_is_found_by_uuid_under_another_name(sender: CudaIpcSender) -> None:
     """A rank that is given its card by UUID, and with two cards in the other order."""
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     orders = [f"GPU-{uuid.removeprefix('GPU-')}"] + (["1,0"] if torch.cuda.device_count() > 1 else [])
@@ -260,8 +265,9 @@ def test_B117_the_device_is_found_by_uuid_under_another_name(sender: CudaIpcSend
             good(push(sender, renamed, there(tensors)), tensors)
 
 
+@pytest.mark.case("B117")
 @only_on_a_device
-def test_B117_a_rank_without_the_device_is_refused_with_both_sets(sender: CudaIpcSender) -> None:
+def test_a_rank_without_the_device_is_refused_with_both_sets(sender: CudaIpcSender) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     with rank_process(CUDA_VISIBLE_DEVICES="1") as apart:
@@ -272,7 +278,8 @@ def test_B117_a_rank_without_the_device_is_refused_with_both_sets(sender: CudaIp
         assert all(uuid in str(caught.value) for uuid in uuids)
 
 
-def test_B122_two_receivers_in_one_process(sender: CudaIpcSender, rank: Rank) -> None:
+@pytest.mark.case("B122")
+def test_two_receivers_in_one_process(sender: CudaIpcSender, rank: Rank) -> None:
     for seed in range(3):
         tensors = model(seed)
         good(push(sender, rank, there(tensors), receivers=2), tensors)
@@ -281,12 +288,14 @@ def test_B122_two_receivers_in_one_process(sender: CudaIpcSender, rank: Rank) ->
     assert time.monotonic() - began < HANG_S
 
 
-def test_B128_tensors_of_two_elements(sender: CudaIpcSender, rank: Rank) -> None:
+@pytest.mark.case("B128")
+def test_tensors_of_two_elements(sender: CudaIpcSender, rank: Rank) -> None:
     tensors = {f"scale{at}": torch.tensor([1.0 + at, -2.0]) for at in range(30)} | {"one": torch.tensor(3.5)}
     good(push(sender, rank, there(tensors), bucket=1 << 10), tensors)
 
 
-def test_B129_tensors_of_the_host_are_staged_by_a_copy(sender: CudaIpcSender, rank: Rank) -> None:
+@pytest.mark.case("B129")
+def test_tensors_of_the_host_are_staged_by_a_copy(sender: CudaIpcSender, rank: Rank) -> None:
     tensors = model()
     mixed = {
         name: tensor if at % 2 else there({name: tensor})[name] for at, (name, tensor) in enumerate(tensors.items())

@@ -212,7 +212,8 @@ def test_an_exchange_that_was_interrupted_is_taken_back(at: int) -> None:
     assert equal(model.bytes(), new)
 
 
-def test_B081_a_captured_graph_computes_with_the_weights_that_were_exchanged_in() -> None:
+@pytest.mark.case("B081")
+def test_a_captured_graph_computes_with_the_weights_that_were_exchanged_in() -> None:
     """Why `exchange` exists: a graph keeps the addresses that it was captured with, derived matrices' too."""
     weight = torch.full((1 << 8, 1 << 8), 2.0, device=DEVICE)
     bound = {"w": weight, "derived": (weight * 4).t().contiguous()}

@@ -44,8 +44,9 @@ def one_failure(front: SimulatedFront, verb: str, failure: str) -> None:
 # --- the good path
 
 
+@pytest.mark.case("B022")
 def test_the_fleet_says_which_sources_are_still_needed(tmp_path: Path) -> None:
-    """B022: a clean-up on a timer must know what a late joiner, also after a rollback, would be caught up from."""
+    """A clean-up on a timer must know what a late joiner, also after a rollback, would be caught up from."""
 
     async def scenario(service: LocalService) -> None:
         await service.join("one")
@@ -137,8 +138,9 @@ def test_lost_calls_and_answers_are_tried_again(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+@pytest.mark.case("B174")
 def test_rollback_brings_the_kept_copy_back(tmp_path: Path) -> None:
-    """B174: also when the source folder is gone."""
+    """Also when the source folder is gone."""
 
     async def scenario(service: LocalService) -> None:
         (front,) = await service.join("one")
@@ -231,6 +233,7 @@ def test_what_a_rollback_cannot_honour_is_refused(tmp_path: Path, policy: dict[s
 # --- what can go wrong on the way
 
 
+@pytest.mark.case("B095", "B147")
 @pytest.mark.parametrize(
     ("verb", "failure", "status", "outcome"),
     [
@@ -245,7 +248,7 @@ def test_what_a_rollback_cannot_honour_is_refused(tmp_path: Path, policy: dict[s
 def test_every_other_end_is_a_problem_with_the_receipt(
     tmp_path: Path, verb: str, failure: str, status: int, outcome: str
 ) -> None:
-    """B095, B147: and after each kind of failure the next update goes through."""
+    """And after each kind of failure the next update goes through."""
 
     async def scenario(service: LocalService) -> None:
         one, two = await service.join("one", "two")
@@ -311,8 +314,9 @@ def test_a_slow_drain_is_tried_again_with_the_staging_kept(tmp_path: Path) -> No
 # --- repeats
 
 
+@pytest.mark.case("B146")
 def test_the_same_request_is_the_same_update(tmp_path: Path) -> None:
-    """B146, I7."""
+    """I7."""
 
     async def scenario(service: LocalService) -> None:
         (front,) = await service.join("one")
@@ -433,8 +437,8 @@ def test_what_is_said_of_layouts_reaches_the_fronts_an_updates_word_first(tmp_pa
 # --- busy
 
 
+@pytest.mark.case("B144")
 def test_a_second_update_is_refused_and_both_are_answered(tmp_path: Path) -> None:
-    """B144."""
 
     async def scenario(service: LocalService) -> None:
         (front,) = await service.join("one")
@@ -521,8 +525,9 @@ def test_a_manual_commit_waits_for_the_client(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+@pytest.mark.case("B094")
 def test_a_client_that_stops_renewing_loses_its_update(tmp_path: Path) -> None:
-    """B094: nothing stays shut or staged for ever."""
+    """Nothing stays shut or staged for ever."""
 
     async def scenario(service: LocalService) -> None:
         (front,) = await service.join("one")
@@ -620,8 +625,9 @@ def test_abort_after_the_decision_comes_too_late(tmp_path: Path) -> None:
 # --- versions
 
 
+@pytest.mark.case("B172")
 def test_versions(tmp_path: Path) -> None:
-    """B172: a trainer whose counter starts again is refused unless it opens a run."""
+    """A trainer whose counter starts again is refused unless it opens a run."""
 
     async def scenario(service: LocalService) -> None:
         await service.join("one")
@@ -821,8 +827,8 @@ def test_joins_that_are_refused(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+@pytest.mark.case("B166")
 def test_a_late_joiner_catches_up_before_it_opens(tmp_path: Path) -> None:
-    """B166."""
 
     async def scenario(service: LocalService) -> None:
         await service.join("one")
@@ -836,8 +842,9 @@ def test_a_late_joiner_catches_up_before_it_opens(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+@pytest.mark.case("B166")
 def test_a_restarted_replica_comes_back_under_the_same_name(tmp_path: Path) -> None:
-    """B166, hazard 10."""
+    """Hazard 10."""
 
     async def scenario(service: LocalService) -> None:
         one, two = await service.join("one", "two")

@@ -58,6 +58,7 @@ def run(*command: str | Path) -> str:
     return ran.stdout
 
 
+@pytest.mark.case("B194")
 def test_fsdp2_trainers_broadcast_to_two_replicas(fleet: Fleet) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     where = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))

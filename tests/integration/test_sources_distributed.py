@@ -104,8 +104,9 @@ def test_every_rank_promises_the_same_and_one_of_them_sends(name: str, answers: 
         assert dtypes is None or {spec[1] for spec in told[0]["specs"]} == {"BF16", "F32", "I64"}
 
 
+@pytest.mark.case("B035")
 @pytest.mark.parametrize("name", STEPPED)
-def test_B035_a_step_in_between_is_seen_on_every_rank(name: str, answers: Answers) -> None:
+def test_a_step_in_between_is_seen_on_every_rank(name: str, answers: Answers) -> None:
     trained = sorted(name for name, tensor in made().state_dict().items() if tensor.is_floating_point())
     assert [answer[name]["moved"] for answer in answers] == [trained] * SIZE
 

@@ -204,7 +204,7 @@ def test_the_sender_and_its_group_outlive_a_push(stage: Stage, kind: str) -> Non
                 stage.publish(kind)
 
 
-@pytest.mark.case("F26")
+@pytest.mark.case("B192", "F26")
 @pytest.mark.parametrize("kind", STREAMS)
 def test_wider_weights_are_told_once_what_to_pass_and_fit_the_engine_by_themselves(stage: Stage, kind: str) -> None:
     step, tensors = stage.next()

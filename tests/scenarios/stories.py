@@ -1,11 +1,13 @@
 """Failure stories of a fleet, each told on a fresh `Simulation`. A story drives, asserts, and leaves a transcript.
 
-The number in a docstring is that of the interleaving in the list of hazards that it closes; B-numbers are reports.
+The number in a docstring is that of the interleaving in the list of docs/hazards.md that it closes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+import pytest
 
 from updater.core import events
 from updater.core.effects import Accepted, Denied, Outcome, Result
@@ -122,8 +124,9 @@ def three_versions_and_a_rollback(sim: Simulation) -> None:
 
 
 @story
+@pytest.mark.case("B169", "B175")
 def a_refused_vote_pauses_nobody(sim: Simulation) -> None:
-    """B169, B175: the vote of one rank is enough."""
+    """The vote of one rank is enough."""
     fleet(sim)
     sim.begin("bad", 0, manifest="something else")
     sim.settle()
@@ -151,8 +154,9 @@ def a_rejected_plan_spends_nothing(sim: Simulation) -> None:
 
 
 @story
+@pytest.mark.case("B163")
 def members_that_read_different_bytes_do_not_publish(sim: Simulation) -> None:
-    """B163: one of them staged before the source changed."""
+    """One of them staged before the source changed."""
     fleet(sim)
     sim.begin("u", 0)
     sim.run(hold=lambda packet: packet.to == "b" and packet.payload.verb == "stage")
@@ -164,8 +168,9 @@ def members_that_read_different_bytes_do_not_publish(sim: Simulation) -> None:
 
 
 @story
+@pytest.mark.case("B163", "B148")
 def the_third_replica_refuses_at_commit(sim: Simulation) -> None:
-    """B163, B148: installed on some ranks of one replica and on all of two others; all go back."""
+    """Installed on some ranks of one replica and on all of two others; all go back."""
     fleet(sim, "abc")
     sim.do_fault("c", "install", "rank_failed", after=1)
     sim.begin("u", 0)
@@ -321,8 +326,9 @@ def a_rolled_back_version_is_used_up(sim: Simulation) -> None:
 
 
 @story
+@pytest.mark.case("B172")
 def an_older_checkpoint_opens_a_new_run(sim: Simulation) -> None:
-    """6, B172: a trainer that lost its counter proposes small numbers again."""
+    """6: a trainer that lost its counter proposes small numbers again."""
     fleet(sim, "a")
     sim.begin("v57", 57)
     sim.settle()
@@ -365,8 +371,9 @@ def attempts_run_out(sim: Simulation) -> None:
 
 
 @story
+@pytest.mark.case("B144", "B146")
 def a_second_update_arrives_while_the_first_runs(sim: Simulation) -> None:
-    """8, B144, B146: refuse, wait, supersede; and supersede after the decision."""
+    """8: refuse, wait, supersede; and supersede after the decision."""
     fleet(sim)
     sim.begin("v0", 0)
     sim.run(until=Phase.STAGING)
@@ -534,8 +541,9 @@ def a_join_for_other_bytes(sim: Simulation) -> None:
 
 
 @story
+@pytest.mark.case("B166")
 def a_joiner_between_decision_and_publication(sim: Simulation) -> None:
-    """11, B166: it waits for IDLE, and is caught up before it serves anything."""
+    """11: it waits for IDLE, and is caught up before it serves anything."""
     fleet(sim, "a")
     sim.begin("u", 0)
     sim.run(until=Phase.PUBLISHING)
@@ -934,8 +942,9 @@ def ranks_at_different_steps(sim: Simulation) -> None:
 
 
 @story
+@pytest.mark.case("B168")
 def the_version_flips_at_published(sim: Simulation) -> None:
-    """18, B168: not when the first rank installs, and not when the first replica reopens."""
+    """18: not when the first rank installs, and not when the first replica reopens."""
     fleet(sim)
     sim.begin("u", 0)
     for phase in (Phase.INSTALLING, Phase.INVALIDATING, Phase.PUBLISHING):
@@ -1105,8 +1114,9 @@ def a_dead_member_blocks_until_somebody_says_so(sim: Simulation) -> None:
 
 
 @story
+@pytest.mark.case("B166")
 def a_restarted_member_catches_up(sim: Simulation) -> None:
-    """B166: shut until it verified the live version; the way back is gone until the next update."""
+    """Shut until it verified the live version; the way back is gone until the next update."""
     fleet(sim)
     sim.begin("u", 0)
     sim.settle()
@@ -1161,8 +1171,9 @@ def an_update_does_not_wait_for_a_catch_up(sim: Simulation) -> None:
 
 
 @story
+@pytest.mark.case("B174")
 def rollback_without_the_source(sim: Simulation) -> None:
-    """B174: the kept copy is used, not the folder it came from, also when two updates failed in between."""
+    """The kept copy is used, not the folder it came from, also when two updates failed in between."""
     fleet(sim)
     sim.begin("v7", 7)
     sim.settle()

@@ -14,7 +14,9 @@ from stories import STORIES, tell
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=getattr(story, "pytestmark", ())) for name, story in STORIES.items()]
+)
 def test_story(name: str) -> None:
     sim = tell(name)
     title = " ".join((STORIES[name].__doc__ or "").split())

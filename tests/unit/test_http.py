@@ -185,8 +185,9 @@ def test_a_body_of_untold_length_is_counted() -> None:
     assert len(taken) < 10
 
 
+@pytest.mark.case("B159")
 def test_deep_nesting_is_refused_and_the_app_lives() -> None:
-    """10 MB of nesting, under a limit that lets it in (B159)."""
+    """10 MB of nesting, under a limit that lets it in."""
 
     async def run() -> tuple[int, int]:
         transport = httpx.ASGITransport(app(Tokens(), max_body=20 << 20), raise_app_exceptions=False)

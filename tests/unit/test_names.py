@@ -12,13 +12,15 @@ from updater.names import clean_name, clean_names
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
+@pytest.mark.case("B048")
 @pytest.mark.parametrize(
     "prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module.", "module.module."]
 )
-def test_B048_prefixes_in_any_nesting(prefix: str) -> None:
+def test_prefixes_in_any_nesting(prefix: str) -> None:
     assert clean_name(prefix + Q) == Q
 
 
+@pytest.mark.case("B050")
 @pytest.mark.parametrize(
     "raw",
     [
@@ -27,12 +29,13 @@ def test_B048_prefixes_in_any_nesting(prefix: str) -> None:
         "_checkpoint_wrapped_module.model.layers.0._fsdp_wrapped_module.mlp.up_proj.weight",
     ],
 )
-def test_B050_sharding_and_checkpointing_marks(raw: str) -> None:
+def test_sharding_and_checkpointing_marks(raw: str) -> None:
     assert clean_name(raw) == "model.layers.0.mlp.up_proj.weight"
 
 
+@pytest.mark.case("B043")
 @pytest.mark.parametrize("inner", ["", ".base_layer", ".base_layer.base_layer"])
-def test_B043_names_under_an_adapter(inner: str) -> None:
+def test_names_under_an_adapter(inner: str) -> None:
     assert clean_name(f"base_model.model.model.layers.0.self_attn.q_proj{inner}.weight") == Q
 
 
@@ -59,21 +62,24 @@ def test_cleaning_twice_changes_nothing(raw: str) -> None:
     assert clean_name(clean_name(raw)) == clean_name(raw)
 
 
-def test_B043_B048_a_collision_names_both() -> None:
+@pytest.mark.case("B043", "B048")
+def test_a_collision_names_both() -> None:
     with pytest.raises(Rejected) as caught:
         clean_names([Q, "other", f"module.{Q}", f"_orig_mod.{Q}"])
     assert caught.value.code == "tensor_duplicate"
     assert {failure.tensor for failure in caught.value.failures} == {Q, f"module.{Q}", f"_orig_mod.{Q}"}
 
 
-def test_B051_a_repeated_name() -> None:
+@pytest.mark.case("B051")
+def test_a_repeated_name() -> None:
     with pytest.raises(Rejected) as caught:
         clean_names([Q, Q])
     assert [(failure.code, failure.tensor) for failure in caught.value.failures] == [("tensor_duplicate", Q)]
 
 
+@pytest.mark.case("B045")
 @pytest.mark.parametrize("part", ["lora_A", "lora_B.default", "lora_magnitude_vector", "modules_to_save.default"])
-def test_B045_tensors_of_an_adapter(part: str) -> None:
+def test_tensors_of_an_adapter(part: str) -> None:
     raw = f"base_model.model.model.layers.0.self_attn.q_proj.{part}.weight"
     with pytest.raises(Rejected) as caught:
         clean_names([Q, raw])

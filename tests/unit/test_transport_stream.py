@@ -159,8 +159,9 @@ def test_regions_permuted_and_cast_into_strided_targets(data: st.DataObject) -> 
     assert int((room == 7.0).sum()) >= room.numel() - region.numel()
 
 
-def test_B102_a_tensor_and_a_row_larger_than_the_bucket() -> None:
-    """B102: buckets of 4 KiB, an embedding of 8,224 bytes, a matrix with rows of 10,000 bytes."""
+@pytest.mark.case("B102")
+def test_a_tensor_and_a_row_larger_than_the_bucket() -> None:
+    """Buckets of 4 KiB, an embedding of 8,224 bytes, a matrix with rows of 10,000 bytes."""
     tensors = {"embed": noise("BF16", (257, 16), 1), "wide": noise("BF16", (3, 5000), 2), "scalar": noise("F32", (), 3)}
     plan = StreamPlan(specs_of(tensors), 4096)
     assert len(plan.buckets) > 9
@@ -222,8 +223,9 @@ class TestScatter:
         with refused("stream_mismatch", tensors=["u"]):
             scatter.take(chunks[1], torch.zeros(chunks[1].nbytes, dtype=torch.uint8))
 
-    def test_B109_each_stage_takes_its_own(self) -> None:
-        """B109: everybody is sent everything; nobody holds more than what it reads."""
+    @pytest.mark.case("B109")
+    def test_each_stage_takes_its_own(self) -> None:
+        """Everybody is sent everything; nobody holds more than what it reads."""
         tensors = {name: noise("BF16", (16, 64), at) for at, name in enumerate(("embed", "0", "1", "head"))}
         plan = StreamPlan(specs_of(tensors), 2048)
         specs = {spec.name: spec for spec in plan.tensors}
@@ -260,8 +262,9 @@ class TestPack:
         pack(plan.buckets[0], buffer, {spec.name: tensor}, {spec.name: spec})
         return buffer
 
-    def test_B100_strided_and_transposed(self) -> None:
-        """B100: the elements that a view shows, in their order."""
+    @pytest.mark.case("B100")
+    def test_strided_and_transposed(self) -> None:
+        """The elements that a view shows, in their order."""
         base = noise("BF16", (24, 16), 1)
         for view in (base[:, 2:7], base.t(), base[::3], base[:1].expand(5, 16), base.view(6, 4, 16).permute(2, 0, 1)):
             spec = TensorSpec("t", "BF16", tuple(view.shape))
@@ -330,8 +333,9 @@ class TestSource:
         source.close()
         assert receiver.closed == [True]
 
-    def test_B105_a_receiver_that_brings_nothing(self) -> None:
-        """B105: it says that all is well, and what it left out is named."""
+    @pytest.mark.case("B105")
+    def test_a_receiver_that_brings_nothing(self) -> None:
+        """It says that all is well, and what it left out is named."""
         receiver = Scripted(StreamPlan(self.specs, 1024), leave_out=2)
         source = StreamSource("x", manifest_of(self.specs), receiver)
         with refused("tensor_missing", tensors=["b"]):

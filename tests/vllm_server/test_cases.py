@@ -1,6 +1,6 @@
-"""Cases of kind b (names) against stock vLLM, and what those of the other kinds beside this file use.
+"""Names against stock vLLM, and what the cases in the files beside this one use.
 
-Real reports, each with an id, tried on a real server. `refusing` is what REFUSED means here: as far as can be seen from
+`refusing` is what REFUSED means here: as far as can be seen from
 outside, everything is as it was.
 """
 
@@ -251,11 +251,12 @@ def new(fleet: Fleet) -> Tensors:
     return tensors_of(fleet.other)
 
 
-# ----- (b) names
+# ----- names
 
 
+@pytest.mark.case("B036")
 @pytest.mark.parametrize("transport", ["disk", "shared_memory"])
-def test_B036_one_misspelt_name_lists_one_unknown_and_one_missing(fleet: Fleet, new: Tensors, transport: str) -> None:
+def test_one_misspelt_name_lists_one_unknown_and_one_missing(fleet: Fleet, new: Tensors, transport: str) -> None:
     misspelt = renamed(new, lambda name: name.replace("layers.1.mlp.up_proj", "layers.1.mlp.upp_proj"))
     failures = refused(fleet, misspelt, transport)
     strange = "model.layers.1.mlp.upp_proj.weight"
@@ -263,13 +264,15 @@ def test_B036_one_misspelt_name_lists_one_unknown_and_one_missing(fleet: Fleet, 
     assert [UP in each.message for each in failures if each.tensor == strange] == [True]  # the nearest name
 
 
-def test_B036_a_partial_update_is_refused_and_never_taken_for_a_whole_one(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B036")
+def test_a_partial_update_is_refused_and_never_taken_for_a_whole_one(fleet: Fleet, new: Tensors) -> None:
     del new[UP]
     assert {code for code, _ in found(refused(fleet, new, partial=True))} == {"mode_unsupported"}
     assert found(refused(fleet, new)) == {("tensor_missing", UP)}
 
 
-def test_B037_all_names_renamed_match_none_on_disk_and_in_memory(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B037")
+def test_all_names_renamed_match_none_on_disk_and_in_memory(fleet: Fleet, new: Tensors) -> None:
     strange = renamed(new, lambda name: "net." + name.replace("_proj", ".to"))
     over_disk, streamed = (refused(fleet, strange, transport) for transport in ("disk", "shared_memory"))
     assert found(over_disk) == found(streamed)
@@ -278,41 +281,48 @@ def test_B037_all_names_renamed_match_none_on_disk_and_in_memory(fleet: Fleet, n
     }
 
 
-def test_B037_the_refusal_counts_what_matched(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B037")
+def test_the_refusal_counts_what_matched(fleet: Fleet, new: Tensors) -> None:
     failures = refused(fleet, renamed(new, lambda name: "net." + name))
     assert any(f"0 of {len(new)} " in each.message for each in failures)
 
 
-def test_B040_an_untied_model_without_its_head_is_refused(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B040")
+def test_an_untied_model_without_its_head_is_refused(fleet: Fleet, new: Tensors) -> None:
     """Neither filled with the embedding nor left at what it was."""
     del new[HEAD]
     assert found(refused(fleet, new)) == {("tensor_missing", HEAD)}
 
 
-def test_B040_the_refusal_names_the_flag_of_the_config(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B040")
+def test_the_refusal_names_the_flag_of_the_config(fleet: Fleet, new: Tensors) -> None:
     del new[HEAD]
     assert "tie_word_embeddings" in refused(fleet, new)[0].message
 
 
+@pytest.mark.case("B043")
 @pytest.mark.parametrize("inner", ["", ".base_layer"])
-def test_B043_names_under_an_adapter_reach_the_same_parameters(fleet: Fleet, new: Tensors, inner: str) -> None:
+def test_names_under_an_adapter_reach_the_same_parameters(fleet: Fleet, new: Tensors, inner: str) -> None:
     accepted(fleet, renamed(new, lambda name: f"base_model.model.{name}".replace("_proj.", f"_proj{inner}.")))
 
 
-def test_B043_both_forms_of_one_parameter_are_refused(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B043")
+def test_both_forms_of_one_parameter_are_refused(fleet: Fleet, new: Tensors) -> None:
     both = [f"base_model.model.{QUERY}", f"base_model.model.{QUERY.replace('.weight', '.base_layer.weight')}"]
     failures = refused(fleet, new | dict.fromkeys(both, new[QUERY]) | {QUERY: new[QUERY]})
     assert found(failures) == {("tensor_duplicate", name) for name in (*both, QUERY)}
 
 
-def test_B045_an_adapter_whose_keys_match_nothing_is_refused_with_the_nearest_names(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B045")
+def test_an_adapter_whose_keys_match_nothing_is_refused_with_the_nearest_names(fleet: Fleet, new: Tensors) -> None:
     failures = refused(fleet, renamed(new, lambda name: f"foo.{name}"))
     unknown = [each for each in failures if each.code == "tensor_unexpected"]
     assert {each.tensor for each in unknown} == {f"foo.{name}" for name in new}
     assert sum(each.tensor.removeprefix("foo.") in each.message for each in unknown) >= 3
 
 
-def test_B045_B137_adapters_cannot_be_published(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B045", "B137")
+def test_adapters_cannot_be_published(fleet: Fleet, new: Tensors) -> None:
     low = QUERY.replace(".weight", ".lora_A.weight")
     assert found(refused(fleet, {**new, f"base_model.model.{low}": torch.zeros(2, 256)})) == {
         ("adapter_unsupported", f"base_model.model.{low}")
@@ -322,17 +332,20 @@ def test_B045_B137_adapters_cannot_be_published(fleet: Fleet, new: Tensors) -> N
         assert problem["code"] == "adapter_unsupported"
 
 
-def test_B046_a_missing_embedding_is_refused(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B046")
+def test_a_missing_embedding_is_refused(fleet: Fleet, new: Tensors) -> None:
     del new[EMBEDDING]
     assert found(refused(fleet, new)) == {("tensor_missing", EMBEDDING)}
 
 
+@pytest.mark.case("B048")
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."])
-def test_B048_wrappers_in_any_nesting_come_off(fleet: Fleet, new: Tensors, prefix: str) -> None:
+def test_wrappers_in_any_nesting_come_off(fleet: Fleet, new: Tensors, prefix: str) -> None:
     accepted(fleet, renamed(new, lambda name: prefix + name))
 
 
-def test_B048_wrapped_and_bare_names_of_one_parameter_are_refused(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B048")
+def test_wrapped_and_bare_names_of_one_parameter_are_refused(fleet: Fleet, new: Tensors) -> None:
     failures = refused(fleet, {**new, f"_orig_mod.module.{UP}": new[UP]})
     assert found(failures) == {("tensor_duplicate", UP), ("tensor_duplicate", f"_orig_mod.module.{UP}")}
 
@@ -340,13 +353,15 @@ def test_B048_wrapped_and_bare_names_of_one_parameter_are_refused(fleet: Fleet, 
 MARKS = ["_fsdp_wrapped_module", "_checkpoint_wrapped_module"]
 
 
+@pytest.mark.case("B050")
 @pytest.mark.parametrize(("outer", "inner"), [MARKS, MARKS[::-1]])
-def test_B050_sharding_and_checkpointing_marks_come_off(fleet: Fleet, new: Tensors, outer: str, inner: str) -> None:
+def test_sharding_and_checkpointing_marks_come_off(fleet: Fleet, new: Tensors, outer: str, inner: str) -> None:
     accepted(fleet, renamed(new, lambda name: f"{outer}.{name}".replace(".mlp.", f".{inner}.mlp.")))
 
 
+@pytest.mark.case("B051")
 @pytest.mark.parametrize("transport", STREAMS)
-def test_B051_a_name_that_comes_again_in_a_later_bucket_is_refused(fleet: Fleet, new: Tensors, transport: str) -> None:
+def test_a_name_that_comes_again_in_a_later_bucket_is_refused(fleet: Fleet, new: Tensors, transport: str) -> None:
     """Never the last one wins."""
     with refusing(fleet), pytest.raises(LiveweightsError) as caught:
         push_twice(fleet, new, UP, transport)
@@ -360,7 +375,8 @@ def push_twice(fleet: Fleet, tensors: Tensors, name: str, transport: str) -> Non
             session.put(each, tensor)
 
 
-def test_B055_gate_and_up_land_in_their_halves_in_whatever_order_they_come(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B055")
+def test_gate_and_up_land_in_their_halves_in_whatever_order_they_come(fleet: Fleet, new: Tensors) -> None:
     """Gates are driven by a constant in these models: the two swapped say other tokens, as the last lines show."""
     for order in (list, reversed):
         tensors = tensors_of(fleet.other)

@@ -1,4 +1,4 @@
-"""Cases of kinds b and d that need tied embeddings, experts, or weights that vLLM packs: one engine has them all.
+"""Tied embeddings, experts, and weights that vLLM packs: one engine has them all.
 
 In float32 vLLM packs every linear, the tied head and the experts on CPU: what runs is not what a checkpoint holds. Its
 ranks fail on order.
@@ -86,34 +86,39 @@ def order(fleet: Fleet, *orders: str) -> None:
     fresh.replace(fleet.home / "orders")
 
 
-# ----- (b) names
+# ----- names
 
 
+@pytest.mark.case("B038")
 @pytest.mark.parametrize("transport", ["disk", "shared_memory"])
-def test_B038_a_tied_model_accepts_an_equal_head_and_says_so(fleet: Fleet, new: Tensors, transport: str) -> None:
+def test_a_tied_model_accepts_an_equal_head_and_says_so(fleet: Fleet, new: Tensors, transport: str) -> None:
     receipt = accepted(fleet, new | {HEAD: new[EMBEDDING].clone()}, transport)
     assert [HEAD in warning for warning in receipt["warnings"] if "redundant tied copy" in warning] == [True]
 
 
+@pytest.mark.case("B038")
 @pytest.mark.parametrize("transport", ["disk", "shared_memory"])
-def test_B038_a_tied_model_refuses_another_head(fleet: Fleet, new: Tensors, transport: str) -> None:
+def test_a_tied_model_refuses_another_head(fleet: Fleet, new: Tensors, transport: str) -> None:
     """Nobody stores it: it is read all the same, also from a bare folder that promises no digest."""
     other = new[EMBEDDING].clone()
     other[7, 7] += 1
     assert found(refused(fleet, new | {HEAD: other}, transport)) == {("tensor_digest", HEAD)}
 
 
-def test_B040_a_tied_model_without_its_embedding_is_not_fed_by_its_head(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B040")
+def test_a_tied_model_without_its_embedding_is_not_fed_by_its_head(fleet: Fleet, new: Tensors) -> None:
     new[HEAD] = new.pop(EMBEDDING)
     assert ("tensor_missing", EMBEDDING) in found(refused(fleet, new))
 
 
+@pytest.mark.case("B054")
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_B054_experts_one_by_one_reach_their_places(fleet: Fleet, new: Tensors, transport: str) -> None:
+def test_experts_one_by_one_reach_their_places(fleet: Fleet, new: Tensors, transport: str) -> None:
     accepted(fleet, new, transport)
 
 
-def test_B054_stacked_experts_are_refused_where_the_engine_knows_none(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B054")
+def test_stacked_experts_are_refused_where_the_engine_knows_none(fleet: Fleet, new: Tensors) -> None:
     """vLLM's own loader of this family takes experts one by one, and passes over the rest in silence."""
     names = {name for name in new if ".experts." in name}
     for at in (f"model.layers.{layer}.block_sparse_moe.experts" for layer in (0, 1)):
@@ -123,21 +128,22 @@ def test_B054_stacked_experts_are_refused_where_the_engine_knows_none(fleet: Fle
     assert found(refused(fleet, new)) >= {("tensor_missing", name) for name in names}
 
 
-def test_B054_a_missing_expert_is_refused_by_its_index(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B054")
+def test_a_missing_expert_is_refused_by_its_index(fleet: Fleet, new: Tensors) -> None:
     gone = {f"{MOE}.experts.3.{part}.weight" for part in PARTS}
     failures = refused(fleet, {name: tensor for name, tensor in new.items() if name not in gone})
     assert found(failures) == {("tensor_missing", name) for name in gone}
 
 
+@pytest.mark.case("B054")
 @pytest.mark.parametrize("transport", ["disk", "shared_memory"])
-def test_B054_an_expert_too_many_is_refused_by_its_index(fleet: Fleet, new: Tensors, transport: str) -> None:
+def test_an_expert_too_many_is_refused_by_its_index(fleet: Fleet, new: Tensors, transport: str) -> None:
     extra = {f"{MOE}.experts.4.{part}.weight": new[f"{MOE}.experts.0.{part}.weight"] for part in PARTS}
     assert found(refused(fleet, new | extra, transport)) == {("tensor_unexpected", name) for name in extra}
 
 
-def test_B055_gate_and_up_of_experts_land_in_their_halves_in_whatever_order_they_come(
-    fleet: Fleet, new: Tensors
-) -> None:
+@pytest.mark.case("B055")
+def test_gate_and_up_of_experts_land_in_their_halves_in_whatever_order_they_come(fleet: Fleet, new: Tensors) -> None:
     accepted(fleet, {name: new[name] for name in reversed(list(new))}, "shared_memory")
     push(fleet, renamed(tensors_of(fleet.other), swap_gate_and_up))
     assert view(fleet).tokens != reference_tokens(fleet.other, encode(PROMPTS[0]), COUNT).tokens
@@ -151,10 +157,11 @@ def swap_gate_and_up(name: str) -> str:
     return name
 
 
-# ----- (d) dtypes, packed weights
+# ----- dtypes, packed weights
 
 
-def test_B070_a_float32_router_travels_as_float32_on_every_transport(fleet: Fleet) -> None:
+@pytest.mark.case("B070")
+def test_a_float32_router_travels_as_float32_on_every_transport(fleet: Fleet) -> None:
     said = []
     for transport in TRANSPORTS:
         tensors = tensors_of(fleet.first)
@@ -164,7 +171,8 @@ def test_B070_a_float32_router_travels_as_float32_on_every_transport(fleet: Flee
     assert said == [{digest_of(tensors)}] * len(TRANSPORTS)
 
 
-def test_B070_bfloat16_is_widened_exactly(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B070")
+def test_bfloat16_is_widened_exactly(fleet: Fleet, new: Tensors) -> None:
     path = fleet.other
     narrow = {name: tensor.bfloat16() for name, tensor in new.items()}
     scores = []
@@ -177,7 +185,8 @@ def test_B070_bfloat16_is_widened_exactly(fleet: Fleet, new: Tensors) -> None:
     assert scores[0] == scores[1]
 
 
-def test_B072_what_is_packed_follows_every_publication_and_every_way_back(fleet: Fleet) -> None:
+@pytest.mark.case("B072")
+def test_what_is_packed_follows_every_publication_and_every_way_back(fleet: Fleet) -> None:
     """To the last bit: a kernel that stayed behind would show in the log-probabilities."""
     seen = {}
     for path in (fleet.first, fleet.second, fleet.first, fleet.second):
@@ -190,8 +199,9 @@ def test_B072_what_is_packed_follows_every_publication_and_every_way_back(fleet:
     assert view(fleet).scores == seen[fleet.first] != seen[fleet.second]
 
 
+@pytest.mark.case("B072")
 @pytest.mark.parametrize("fault", ["raise:before:install:0", "once:before:set_version:0", "once:after:set_version:0"])
-def test_B072_what_is_packed_goes_back_with_an_install_that_failed(fleet: Fleet, fault: str) -> None:
+def test_what_is_packed_goes_back_with_an_install_that_failed(fleet: Fleet, fault: str) -> None:
     with refusing(fleet):
         order(fleet, fault)
         problem = fleet.publish(fleet.other, expect=424)
@@ -199,7 +209,8 @@ def test_B072_what_is_packed_goes_back_with_an_install_that_failed(fleet: Fleet,
         order(fleet)
 
 
-def test_B073_the_same_bytes_three_times_change_nothing(fleet: Fleet) -> None:
+@pytest.mark.case("B073")
+def test_the_same_bytes_three_times_change_nothing(fleet: Fleet) -> None:
     """Packed weights are not packed once more."""
     fleet.publish(fleet.path)
     before = view(fleet)
@@ -209,18 +220,20 @@ def test_B073_the_same_bytes_three_times_change_nothing(fleet: Fleet) -> None:
         assert (now.tokens, now.scores, now.digests) == (before.tokens, before.scores, before.digests)
 
 
+@pytest.mark.case("B074")
 @pytest.mark.parametrize("transport", STREAMS)
-def test_B074_weights_are_packed_once_when_all_chunks_are_there(fleet: Fleet, new: Tensors, transport: str) -> None:
+def test_weights_are_packed_once_when_all_chunks_are_there(fleet: Fleet, new: Tensors, transport: str) -> None:
     receipt, path = nothing_shows_before_the_commit(fleet, new, transport, 256 << 10)
     serves(fleet, path, receipt)
 
 
-# ----- (e) a rank that fails
+# ----- a rank that fails
 
 
+@pytest.mark.case("B090", "B095")
 @pytest.mark.parametrize("transport", STREAMS)
 @pytest.mark.parametrize("verb", ["stage", "verify"])
-def test_B090_B095_a_trainer_hears_of_the_rank_that_failed_and_the_next_update_is_good(
+def test_a_trainer_hears_of_the_rank_that_failed_and_the_next_update_is_good(
     fleet: Fleet, new: Tensors, transport: str, verb: str
 ) -> None:
     with refusing(fleet):

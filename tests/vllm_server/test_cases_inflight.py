@@ -1,4 +1,4 @@
-"""Cases of kind g (caches, requests in flight) against stock vLLM, with its real paged cache and its real scheduler."""
+"""Caches and requests in flight, against stock vLLM, with its real paged cache and its real scheduler."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def expected(fleet: Fleet, prompt: Sequence[int], number: int = COUNT) -> tuple[
     return reference_tokens(fleet.path, prompt, number).tokens
 
 
-def test_B130_a_prompt_served_on_the_old_version_is_computed_anew(fleet: Fleet) -> None:
+@pytest.mark.case("B130")
+def test_a_prompt_served_on_the_old_version_is_computed_anew(fleet: Fleet) -> None:
     fleet.server.complete(SHARED, COUNT)
     assert cached(fleet.server.complete(SHARED, COUNT)) > 0
     fleet.publish(fleet.second)
@@ -98,7 +99,8 @@ def test_B130_a_prompt_served_on_the_old_version_is_computed_anew(fleet: Fleet) 
     assert (cached(after), after.tokens) == (0, expected(fleet, encode(SHARED)))
 
 
-def test_B131_the_invalidation_is_part_of_the_commit(fleet: Fleet) -> None:
+@pytest.mark.case("B131")
+def test_the_invalidation_is_part_of_the_commit(fleet: Fleet) -> None:
     """Nobody flushes anything, and nobody slept: eight updates in a row, and never a block of another one."""
     for _ in range(8):
         fleet.publish(fleet.other)
@@ -107,8 +109,9 @@ def test_B131_the_invalidation_is_part_of_the_commit(fleet: Fleet) -> None:
         assert first.tokens == again.tokens == expected(fleet, encode(SHARED))
 
 
+@pytest.mark.case("B133")
 @pytest.mark.parametrize("mode", [InFlight.DRAIN, InFlight.ABORT, InFlight.RECOMPUTE])
-def test_B133_running_requests_never_keep_the_cache_from_being_reset(fleet: Fleet, mode: InFlight) -> None:
+def test_running_requests_never_keep_the_cache_from_being_reset(fleet: Fleet, mode: InFlight) -> None:
     before = fleet.live
     with fleet.committing(fleet.second, in_flight=mode.value) as commit:
         running = generating(fleet, *PROMPTS)
@@ -126,7 +129,8 @@ def test_B133_running_requests_never_keep_the_cache_from_being_reset(fleet: Flee
     assert (cached(prompt), prompt.tokens) == (0, expected(fleet, encode(SHARED)))
 
 
-def test_B134_a_request_that_was_frozen_shares_no_block_with_a_later_one(fleet: Fleet) -> None:
+@pytest.mark.case("B134")
+def test_a_request_that_was_frozen_shares_no_block_with_a_later_one(fleet: Fleet) -> None:
     """`keep` goes with `namespace` alone; what spans versions then never feeds the cache of the new one (I5)."""
     for cache in (CachePolicy.RESET, CachePolicy.KEEP):
         with refusing(fleet):
@@ -145,7 +149,8 @@ def test_B134_a_request_that_was_frozen_shares_no_block_with_a_later_one(fleet: 
     assert (cached(again) <= len(encode(SHARED)), again.tokens) == (True, expected(fleet, whole))
 
 
-def test_B139_recompute_aborts_none_of_four_and_each_token_has_its_version(fleet: Fleet) -> None:
+@pytest.mark.case("B139")
+def test_recompute_aborts_none_of_four_and_each_token_has_its_version(fleet: Fleet) -> None:
     before = fleet.live
     with fleet.committing(fleet.second, in_flight="recompute") as commit:
         running = generating(fleet, *PROMPTS)
@@ -166,7 +171,8 @@ def follows(prompt: tuple[int, ...], request: Generation, made_by: Mapping[str, 
         assert tokens[start:end] == said
 
 
-def test_B141_no_step_reads_two_versions(fleet: Fleet) -> None:
+@pytest.mark.case("B141")
+def test_no_step_reads_two_versions(fleet: Fleet) -> None:
     """Updates one after the other while forward passes run: the weights change between two tokens, never in one."""
     made_by = {fleet.live: fleet.first}
     prompt = SHARED[:40]
@@ -180,7 +186,8 @@ def test_B141_no_step_reads_two_versions(fleet: Fleet) -> None:
     follows(encode(prompt), running, made_by)
 
 
-def test_B141_a_drain_installs_after_the_last_token(fleet: Fleet) -> None:
+@pytest.mark.case("B141")
+def test_a_drain_installs_after_the_last_token(fleet: Fleet) -> None:
     before = fleet.live
     with fleet.committing(fleet.second) as commit:
         running = generating(fleet, *PROMPTS)

@@ -1,4 +1,4 @@
-"""Cases of kind c (slices of tensor-parallel ranks): all ranks of vLLM's models in one process, updated by rank agents.
+"""Slices of tensor-parallel ranks: all ranks of vLLM's models in one process, updated by rank agents.
 
 vLLM builds and loads every rank, placements are recorded from its loaders, and what must lie where is cut from the
 checkpoint by plain indexing.
@@ -175,8 +175,9 @@ def cut(tensors: Tensors, kv_heads: int, rank: int, size: int) -> Tensors:
 # more ranks than heads
 
 
+@pytest.mark.case("B058")
 @pytest.mark.parametrize(("name", "size"), [("odd", 2), ("llama", 4)])
-def test_B058_more_ranks_than_kv_heads_hold_each_head_twice(checkpoints: Made, name: str, size: int) -> None:
+def test_more_ranks_than_kv_heads_hold_each_head_twice(checkpoints: Made, name: str, size: int) -> None:
     both, count = checkpoints(name), SHAPES[name].kv_heads
     replica, tensors = Replica(both.first, size), read(both.second)
     for part, first in (("k_proj", 1), ("v_proj", 101)):
@@ -191,8 +192,9 @@ def test_B058_more_ranks_than_kv_heads_hold_each_head_twice(checkpoints: Made, n
     assert len(set(found)) == count
 
 
+@pytest.mark.case("B060")
 @pytest.mark.parametrize(("count", "size"), [(1, 2), (2, 4)])
-def test_B060_a_norm_that_vllm_cuts_follows_its_replicated_head(tmp_path: Path, count: int, size: int) -> None:
+def test_a_norm_that_vllm_cuts_follows_its_replicated_head(tmp_path: Path, count: int, size: int) -> None:
     path = make("MiniMaxM2", tmp_path, num_key_value_heads=count)
     replica, tensors = Replica(path, size), read(path)
     tensors[f"{ATTENTION}.k_norm.weight"] = numbered(count * HEAD_DIM, 1)
@@ -206,7 +208,8 @@ def test_B060_a_norm_that_vllm_cuts_follows_its_replicated_head(tmp_path: Path, 
     assert torch.equal(torch.cat(queries), tensors[f"{ATTENTION}.q_norm.weight"])
 
 
-def test_B060_a_norm_that_vllm_keeps_whole_is_whole_on_every_rank(tmp_path: Path) -> None:
+@pytest.mark.case("B060")
+def test_a_norm_that_vllm_keeps_whole_is_whole_on_every_rank(tmp_path: Path) -> None:
     """Its Olmo2 is transformers' own class, changed in place: transformers cannot build another in this process."""
     path = make("Olmo2", tmp_path, num_key_value_heads=1)
     replica, tensors = Replica(path), read(path)
@@ -222,11 +225,16 @@ def test_B060_a_norm_that_vllm_keeps_whole_is_whole_on_every_rank(tmp_path: Path
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
-        pytest.param("MiniMaxM2", {"num_attention_heads": 6, "num_key_value_heads": 3}, id="B060-half-a-head"),
-        pytest.param("Llama", {"intermediate_size": 25}, id="B064-intermediate"),
+        pytest.param(
+            "MiniMaxM2",
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            id="half-a-head",
+            marks=pytest.mark.case("B060"),
+        ),
+        pytest.param("Llama", {"intermediate_size": 25}, id="intermediate", marks=pytest.mark.case("B064")),
     ],
 )
-def test_B060_B064_sizes_that_do_not_divide_are_never_built(tmp_path: Path, family: str, sizes: dict[str, int]) -> None:
+def test_sizes_that_do_not_divide_are_never_built(tmp_path: Path, family: str, sizes: dict[str, int]) -> None:
     path = make(family, tmp_path, **sizes)
     config = configured(path, skip_tokenizer_init=True)
     for rank in range(2):
@@ -239,8 +247,9 @@ def test_B060_B064_sizes_that_do_not_divide_are_never_built(tmp_path: Path, fami
 # slices
 
 
+@pytest.mark.case("B061")
 @pytest.mark.parametrize("name", ["llama", "odd"])
-def test_B061_after_every_update_ranks_have_the_digests_of_an_independent_slicer(checkpoints: Made, name: str) -> None:
+def test_after_every_update_ranks_have_the_digests_of_an_independent_slicer(checkpoints: Made, name: str) -> None:
     both = checkpoints(name)
     replica = Replica(both.first)
     for path in (both.second, both.first, both.second):
@@ -254,7 +263,8 @@ def test_B061_after_every_update_ranks_have_the_digests_of_an_independent_slicer
             assert all(torch.equal(held, loaded[name]) for name, held in rank.live.items())
 
 
-def test_B061_ranks_that_all_hold_the_first_slice_are_refused(checkpoints: Made) -> None:
+@pytest.mark.case("B061")
+def test_ranks_that_all_hold_the_first_slice_are_refused(checkpoints: Made) -> None:
     """Shapes agree, and each rank by itself is complete: only all of them together show it."""
     both = checkpoints("llama")
     replica = Replica(both.first, acts_as=0)
@@ -267,7 +277,8 @@ def test_B061_ranks_that_all_hold_the_first_slice_are_refused(checkpoints: Made)
     assert {agent.spare.state for agent in replica.agents} == {SpareState.EMPTY}  # no byte has moved
 
 
-def test_B062_padding_rows_are_zero_after_every_update(checkpoints: Made) -> None:
+@pytest.mark.case("B062")
+def test_padding_rows_are_zero_after_every_update(checkpoints: Made) -> None:
     both = checkpoints("odd")
     replica = Replica(both.first)
     updates = (
@@ -287,7 +298,8 @@ def test_B062_padding_rows_are_zero_after_every_update(checkpoints: Made) -> Non
             assert second[97:].eq(0).all()
 
 
-def test_B064_gathering_the_ranks_gives_back_the_source(checkpoints: Made) -> None:
+@pytest.mark.case("B064")
+def test_gathering_the_ranks_gives_back_the_source(checkpoints: Made) -> None:
     both = checkpoints("odd")
     replica, tensors = Replica(both.first), read(both.second)
     replica.publish(tensors)
@@ -296,7 +308,8 @@ def test_B064_gathering_the_ranks_gives_back_the_source(checkpoints: Made) -> No
         assert torch.equal(torch.cat(replica.live(name))[:257], tensors[name])
 
 
-def test_B064_a_loader_that_drops_the_tail_is_refused(checkpoints: Made) -> None:
+@pytest.mark.case("B064")
+def test_a_loader_that_drops_the_tail_is_refused(checkpoints: Made) -> None:
     def rounds_down(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
         parameter.data[:96].copy_(loaded[160:256])
         parameter.data[96:].fill_(0)
@@ -311,7 +324,8 @@ def test_B064_a_loader_that_drops_the_tail_is_refused(checkpoints: Made) -> None
     assert {failure.tensor for failure in caught[0].failures} == {"lm_head.weight"}
 
 
-def test_B066_square_weights_are_cut_along_the_axis_of_vllm_s_own_loader(checkpoints: Made) -> None:
+@pytest.mark.case("B066")
+def test_square_weights_are_cut_along_the_axis_of_vllm_s_own_loader(checkpoints: Made) -> None:
     """One is the other's transpose, so that neither values nor shapes give the axis away."""
     both = checkpoints("llama")
     replica, tensors = Replica(both.first), read(both.second)
@@ -323,6 +337,7 @@ def test_B066_square_weights_are_cut_along_the_axis_of_vllm_s_own_loader(checkpo
     assert torch.equal(torch.cat(replica.live(output), 1), square.T)
 
 
+@pytest.mark.case("B066")
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -331,7 +346,7 @@ def test_B066_square_weights_are_cut_along_the_axis_of_vllm_s_own_loader(checkpo
         (f"{LAYER}.input_layernorm.weight", (512,)),  # no axis at all
     ],
 )
-def test_B066_a_shape_that_no_axis_explains_is_refused(checkpoints: Made, name: str, shape: tuple[int, ...]) -> None:
+def test_a_shape_that_no_axis_explains_is_refused(checkpoints: Made, name: str, shape: tuple[int, ...]) -> None:
     both = checkpoints("llama")
     replica, tensors = Replica(both.first), read(both.second)
     replica.publish(tensors)
@@ -340,8 +355,9 @@ def test_B066_a_shape_that_no_axis_explains_is_refused(checkpoints: Made, name: 
     assert {failure.tensor for failure in caught[0].failures} == {name}
 
 
+@pytest.mark.case("B068")
 @pytest.mark.parametrize("family", ["Llama", "Phi3"])
-def test_B068_each_rank_holds_half_of_each_part_in_order(tmp_path: Path, family: str) -> None:
+def test_each_rank_holds_half_of_each_part_in_order(tmp_path: Path, family: str) -> None:
     """The checkpoint of a Llama has the parts one by one, that of a Phi3 has them fused."""
     path = make(family, tmp_path)
     replica, tensors = Replica(path), read(path)

@@ -1,4 +1,4 @@
-"""Cases of kinds d and e against stock vLLM: dtypes, values, bytes that never came, trainers that fail."""
+"""Transfers into stock vLLM: dtypes, values, bytes that never came, trainers that fail."""
 
 from __future__ import annotations
 
@@ -56,10 +56,11 @@ def new(fleet: Fleet) -> Tensors:
     return tensors_of(fleet.other)
 
 
-# ----- (d) dtypes, values, derived state
+# ----- dtypes, values, derived state
 
 
-def test_B070_B105_the_bytes_are_the_same_whichever_way_they_came(fleet: Fleet) -> None:
+@pytest.mark.case("B070", "B105")
+def test_the_bytes_are_the_same_whichever_way_they_came(fleet: Fleet) -> None:
     """And they are those that were sent: `accepted` compares what the ranks read back with the source's own digest."""
     said = []
     for transport in (*TRANSPORTS, TRANSPORTS[0]):
@@ -70,7 +71,8 @@ def test_B070_B105_the_bytes_are_the_same_whichever_way_they_came(fleet: Fleet) 
     assert said[1:] == said[:1] * 3
 
 
-def test_B070_a_lossy_cast_needs_the_policy(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B070")
+def test_a_lossy_cast_needs_the_policy(fleet: Fleet, new: Tensors) -> None:
     path, before = fleet.other, front(fleet).live_digest
     wide = {name: tensor.float() * (1 + 2**-12) for name, tensor in new.items()}
     assert found(refused(fleet, wide)) == {("tensor_narrowing", name) for name in wide}
@@ -84,14 +86,16 @@ def test_B070_a_lossy_cast_needs_the_policy(fleet: Fleet, new: Tensors) -> None:
     assert (now.version, now.digests[0] != before) == (receipt["version"], True)
 
 
+@pytest.mark.case("B070")
 @pytest.mark.parametrize("transport", STREAMS)
-def test_B070_a_stream_is_never_narrowed(fleet: Fleet, new: Tensors, transport: str) -> None:
+def test_a_stream_is_never_narrowed(fleet: Fleet, new: Tensors, transport: str) -> None:
     """It is not read twice, so nothing could prove the cast."""
     failures = refused(fleet, {**new, NORM: new[NORM].float()}, transport, **NARROW)
     assert found(failures) == {("tensor_narrowing", NORM)}
 
 
-def test_B073_the_same_bytes_three_times_change_nothing(fleet: Fleet) -> None:
+@pytest.mark.case("B073")
+def test_the_same_bytes_three_times_change_nothing(fleet: Fleet) -> None:
     fleet.publish(fleet.path)
     before = view(fleet)
     for _ in range(3):
@@ -101,17 +105,17 @@ def test_B073_the_same_bytes_three_times_change_nothing(fleet: Fleet) -> None:
         assert (now.tokens, now.scores, now.digests) == (before.tokens, before.scores, before.digests)
 
 
+@pytest.mark.case("B074")
 @pytest.mark.parametrize("transport", STREAMS)
-def test_B074_nothing_shows_between_chunks_and_everything_at_the_end(
-    fleet: Fleet, new: Tensors, transport: str
-) -> None:
+def test_nothing_shows_between_chunks_and_everything_at_the_end(fleet: Fleet, new: Tensors, transport: str) -> None:
     receipt, path = nothing_shows_before_the_commit(fleet, new, transport, 64 << 10)
     serves(fleet, path, receipt)
 
 
+@pytest.mark.case("B075")
 @pytest.mark.parametrize("transport", ["disk", "shared_memory"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_B075_not_a_number_needs_the_policy(fleet: Fleet, new: Tensors, transport: str, value: float) -> None:
+def test_not_a_number_needs_the_policy(fleet: Fleet, new: Tensors, transport: str, value: float) -> None:
     path = fleet.other
     new[EMBEDDING][UNSAID, 7] = value
     new[HEAD][UNSAID, 0] = value if value < 0 else 0
@@ -123,20 +127,23 @@ def test_B075_not_a_number_needs_the_policy(fleet: Fleet, new: Tensors, transpor
     assert answer.tokens == reference_tokens(path, encode(PROMPTS[0]), COUNT).tokens
 
 
+@pytest.mark.case("B075")
 @pytest.mark.parametrize("transport", STREAMS)
-def test_B075_a_tensor_that_was_never_sent_is_refused(fleet: Fleet, new: Tensors, transport: str) -> None:
+def test_a_tensor_that_was_never_sent_is_refused(fleet: Fleet, new: Tensors, transport: str) -> None:
     failures = refused(fleet, new, transport, sent={name: tensor for name, tensor in new.items() if name != NORM})
     assert ("tensor_missing", NORM) in found(failures)
 
 
+@pytest.mark.case("B085")
 @pytest.mark.parametrize("transport", STREAMS)
-def test_B085_norms_that_arrive_as_zeros_are_refused_and_named(fleet: Fleet, new: Tensors, transport: str) -> None:
+def test_norms_that_arrive_as_zeros_are_refused_and_named(fleet: Fleet, new: Tensors, transport: str) -> None:
     norms = [name for name in new if "norm" in name][:3]
     failures = refused(fleet, new, transport, sent=new | {name: torch.zeros_like(new[name]) for name in norms})
     assert found(failures) == {("tensor_digest", name) for name in norms}
 
 
-def test_B085_a_norm_of_zeros_is_suspicious_also_where_the_trainer_means_it(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B085")
+def test_a_norm_of_zeros_is_suspicious_also_where_the_trainer_means_it(fleet: Fleet, new: Tensors) -> None:
     new[NORM].zero_()
     receipt = push(fleet, new)
     suspicious = [warning for warning in receipt["warnings"] if NORM in warning]
@@ -145,7 +152,7 @@ def test_B085_a_norm_of_zeros_is_suspicious_also_where_the_trainer_means_it(flee
     assert QUERY not in suspicious[0]
 
 
-# ----- (e) transfers and their ends
+# ----- transfers and their ends
 
 
 class Forgetful:
@@ -170,8 +177,9 @@ class Forgetful:
         return torch.empty(bucket.nbytes, dtype=torch.uint8)
 
 
+@pytest.mark.case("B105")
 @pytest.mark.parametrize("transport", STREAMS)
-def test_B105_success_without_a_byte_is_refused(fleet: Fleet, new: Tensors, transport: str) -> None:
+def test_success_without_a_byte_is_refused(fleet: Fleet, new: Tensors, transport: str) -> None:
     failures = refused(fleet, new, transport, sender=Forgetful(make_sender(transport)))
     assert found(failures) == {("tensor_digest", name) for name in new}
 
@@ -201,10 +209,9 @@ with Client(url, token) as client:
 """
 
 
+@pytest.mark.case("B089")
 @pytest.mark.parametrize("transport", STREAMS)
-def test_B089_a_trainer_that_is_killed_leaves_the_server_to_the_next_one(
-    fleet: Fleet, new: Tensors, transport: str
-) -> None:
+def test_a_trainer_that_is_killed_leaves_the_server_to_the_next_one(fleet: Fleet, new: Tensors, transport: str) -> None:
     at, step = fleet.coordinator, next(fleet.steps)
     update = f"killed-{step}"
     arguments = [at.url, at.token, str(fleet.other / "model.safetensors"), update, str(step), transport]
@@ -228,10 +235,9 @@ def receipt_of(fleet: Fleet, update: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.case("B086", "B094")
 @pytest.mark.parametrize("transport", STREAMS)
-def test_B086_B094_a_trainer_that_begins_and_sends_nothing_loses_its_lease(
-    fleet: Fleet, new: Tensors, transport: str
-) -> None:
+def test_a_trainer_that_begins_and_sends_nothing_loses_its_lease(fleet: Fleet, new: Tensors, transport: str) -> None:
     """The ranks wait for a sender that never comes; serving goes on all the while."""
     sender, source, step = make_sender(transport), as_source(new), next(fleet.steps)
     offer = {"kind": sender.kind, "address": sender.address, "session": sender.session}
@@ -248,19 +254,22 @@ def test_B086_B094_a_trainer_that_begins_and_sends_nothing_loses_its_lease(
     accepted(fleet, new, transport)
 
 
+@pytest.mark.case("B102")
 @pytest.mark.parametrize("transport", STREAMS)
-def test_B102_tensors_larger_than_a_bucket_arrive(fleet: Fleet, new: Tensors, transport: str) -> None:
+def test_tensors_larger_than_a_bucket_arrive(fleet: Fleet, new: Tensors, transport: str) -> None:
     accepted(fleet, new, transport, bucket_bytes=4096)
 
 
+@pytest.mark.case("B104")
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_B104_an_ungathered_parameter_is_refused(fleet: Fleet, new: Tensors, transport: str) -> None:
+def test_an_ungathered_parameter_is_refused(fleet: Fleet, new: Tensors, transport: str) -> None:
     failures = refused(fleet, new | {UP: torch.empty(0, dtype=torch.bfloat16)}, transport)
     assert found(failures) == {("tensor_shape", UP)}
     assert "[0]" in failures[0].message
 
 
-def test_B104_B175_every_shape_that_does_not_fit_is_listed(fleet: Fleet, new: Tensors) -> None:
+@pytest.mark.case("B104", "B175")
+def test_every_shape_that_does_not_fit_is_listed(fleet: Fleet, new: Tensors) -> None:
     wrong = {NORM: new[NORM][:-1], QUERY: new[QUERY][:, :-2].contiguous()}
     failures = refused(fleet, new | wrong)
     assert found(failures) == {("tensor_shape", name) for name in wrong}

@@ -322,6 +322,7 @@ def test_live_experts_of_other_weights_are_refused(alone: None, checkpoints: Mad
         layers_of(live)
 
 
+@pytest.mark.case("B078")
 def test_an_untested_quant_method_is_refused(alone: None, checkpoints: Made) -> None:
     both = checkpoints("llama", "bfloat16")
     live = fresh(both.first, "bfloat16")

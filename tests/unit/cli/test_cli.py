@@ -172,7 +172,7 @@ def test_manifest_writes_and_check_finds_a_changed_tensor(tmp_path: Path) -> Non
     assert json.loads(found.stdout)["failures"][0]["code"] == "tensor_digest"
 
 
-@pytest.mark.case("F28")
+@pytest.mark.case("B208", "F28")
 def test_rollback_sends_how_it_is_to_pause_and_commit(coordinator: FakeCoordinator) -> None:
     options = ("--in-flight", "abort", "--cache", "namespace", "--on-busy", "wait", "--commit", "manual")
     times = ("--deadline", "20", "--quiesce", "5", "--pause-lease", "6", "--attempts", "1")

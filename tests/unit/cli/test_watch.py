@@ -74,7 +74,8 @@ def test_the_newest_complete_version_above_the_live_one_is_published(
     assert pushed(coordinator) == [("step-10", "0-10"), ("1-0", "1-0")]
 
 
-def test_B023_without_its_marker_a_version_is_not_listed(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+@pytest.mark.case("B023")
+def test_without_its_marker_a_version_is_not_listed(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     path = checkpoint(tmp_path, "step-7", marker="")
     with Client(coordinator.url, "") as client:
         watch = Watch(tmp_path, client, marker="DONE")
@@ -142,7 +143,7 @@ def test_a_folder_at_rest_is_published_by_one_look(coordinator: FakeCoordinator,
     assert pushed(coordinator) == [("step-7", "0-7")]
 
 
-@pytest.mark.case("F23")
+@pytest.mark.case("B198", "F23")
 def test_what_is_whole_is_published_and_what_is_passed_over_is_named_once(
     coordinator: FakeCoordinator, tmp_path: Path
 ) -> None:
@@ -164,7 +165,7 @@ def test_what_is_whole_is_published_and_what_is_passed_over_is_named_once(
     assert sorted(passed) == ["step-8", "step-9"]
 
 
-@pytest.mark.case("F23")
+@pytest.mark.case("B198", "F23")
 @pytest.mark.parametrize("spoilt", ["truncated", "adapter", "unmarked"])
 def test_a_look_that_takes_nothing_of_what_is_newer_says_so(
     coordinator: FakeCoordinator, tmp_path: Path, spoilt: str

@@ -177,6 +177,7 @@ def test_a_wanted_version_that_was_rolled_back_is_refused_when_the_gate_reopens(
     play(scene)
 
 
+@pytest.mark.case("B208")
 def test_drain_waits_for_what_runs_and_times_out_by_its_own_deadline() -> None:
     async def scene(engine: HandEngine, gate: Gate) -> None:
         gate.open("0-1")
@@ -276,6 +277,7 @@ def test_recompute_goes_on_even_if_the_gate_reopens_before_the_engine_let_go() -
     play(scene)
 
 
+@pytest.mark.case("B196")
 @pytest.mark.parametrize("told_before", [True, False])
 @pytest.mark.parametrize("mode", [InFlight.RECOMPUTE, InFlight.KEEP])
 def test_an_exact_version_is_checked_again_at_the_switch(mode: InFlight, told_before: bool) -> None:

@@ -154,9 +154,9 @@ def test_big_models_have_the_size_asked_for_and_distinct_tensors(tmp_path: Path)
     assert len(set(heads)) == len(heads)
 
 
-@pytest.mark.case("F04")
+@pytest.mark.case("B054", "F04")
 def test_experts_one_by_one_and_as_the_library_stacks_them_are_the_same(tmp_path: Path) -> None:
-    """B054: the one library whose stacking needs no word of a trainer. Its own loader is the oracle."""
+    """The one library whose stacking needs no word of a trainer. Its own loader is the oracle."""
     started = make_model(tmp_path / "7", ModelShape(family="mixtral"), seed=7)
     new = make_model(tmp_path / "8", ModelShape(family="mixtral"), seed=8)
     transformers: Any = import_module("transformers")

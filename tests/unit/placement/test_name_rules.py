@@ -46,8 +46,9 @@ def test_the_last_stacked_hit_wins() -> None:
     assert mapped(backwards, "k_proj.w") == ("k_fused.w", (Shard("a"),))
 
 
+@pytest.mark.case("B055")
 def test_stacked_rules_look_at_the_name_before_any_of_them_rewrote_it() -> None:
-    """Else `up_proj` would hit the `gate_up_proj` that the gate's rule has just written (B055)."""
+    """Else `up_proj` would hit the `gate_up_proj` that the gate's rule has just written."""
     rules = NameRules(stacked=(Stacked("gate_proj", "gate_up_proj", "gate"), Stacked("up_proj", "gate_up_proj", "up")))
     assert mapped(rules, "gate_proj.w") == ("gate_up_proj.w", (Shard("gate"),))
     assert mapped(rules, "up_proj.w") == ("gate_up_proj.w", (Shard("up"),))

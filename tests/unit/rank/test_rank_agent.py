@@ -396,9 +396,9 @@ def test_a_failed_install_that_cannot_be_taken_back_keeps_the_rank_shut_until_re
     rank.resume()
 
 
+@pytest.mark.case("B072")
 @pytest.mark.parametrize("mode", MODES)
 def test_derived_values_follow_install_and_restore(mode: InstallMode) -> None:
-    """B072."""
     head = Head()
     rank = Rank(derived=(head.derived,))
     rank.stage()
@@ -469,8 +469,8 @@ def test_a_new_staging_spends_the_derived_values_of_the_previous_version() -> No
     assert head.alive() == [2.0]
 
 
+@pytest.mark.case("B072")
 def test_derived_values_without_a_hook_or_a_parameter_are_refused_when_a_rank_joins() -> None:
-    """B072."""
     head = Head()
     with refused("placement_refused", tensors=["head"]):
         Rank(derived=(replace(head.derived, build=None),))  # type: ignore[arg-type]

@@ -75,6 +75,7 @@ def test_install_undo_and_install_again(mode: InstallMode) -> None:
     assert not moved  # two flips are none; an exchange keeps every address
 
 
+@pytest.mark.case("B081")
 def test_exchange_keeps_addresses_and_flip_does_not() -> None:
     for mode in (InstallMode.FLIP, InstallMode.EXCHANGE):
         made, spare = model()

@@ -96,6 +96,7 @@ def test_both_spellings_of_the_wrapper_feed_the_same_parameters(tmp_path: Path, 
     assert [name for name in like if not torch.equal(made[name], _bytes(like[name]))] == []
 
 
+@pytest.mark.case("B079")
 @pytest.mark.parametrize(
     "gone",
     ["weight", "weight_scale"],  # the latter has a slot of its own, of another name

@@ -209,7 +209,8 @@ def test_one_data_parallel_copy_speaks_for_all() -> None:
     assert [(region.owner, region.holders) for region in planned.regions] == [(0, (0,))]
 
 
-def test_B066_the_axis_is_declared_and_never_guessed_from_shapes() -> None:
+@pytest.mark.case("B066")
+def test_the_axis_is_declared_and_never_guessed_from_shapes() -> None:
     """Square matrices fit both axes. A parameter whose own attributes contradict its rule is refused."""
     square = numbers(16, 16)
     o_proj, q_like = f"{LAYER}self_attention.linear_proj.weight", "output_layer.weight"

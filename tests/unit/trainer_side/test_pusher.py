@@ -97,7 +97,8 @@ def test_a_repaired_version_does_not_write_over_the_refused_one(coordinator: Fak
     assert coordinator.bodies[0]["id"] != coordinator.bodies[1]["id"]
 
 
-def test_the_async_push_copies_before_it_returns_b035(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+@pytest.mark.case("B035")
+def test_the_async_push_copies_before_it_returns(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     given = weights(1.0)
     publishing = push_async(given, 7, url=coordinator.url, token="", directory=tmp_path)
     given["w"].add_(1)

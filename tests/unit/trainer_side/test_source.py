@@ -127,7 +127,8 @@ def test_names_that_share_part_of_their_memory_are_refused() -> None:
     assert codes(caught.value) == [("tensor_duplicate", "b"), ("tensor_duplicate", "c")]
 
 
-def test_an_ungathered_parameter_is_refused_b104() -> None:
+@pytest.mark.case("B104")
+def test_an_ungathered_parameter_is_refused() -> None:
     with pytest.raises(Rejected) as caught:
         take(state(**{"model.up.weight": torch.empty(0, dtype=torch.bfloat16)}))
     assert codes(caught.value) == [("tensor_shape", "model.up.weight")]
@@ -144,7 +145,8 @@ def test_nothing_to_publish_is_refused() -> None:
         take({})
 
 
-def test_an_optimiser_step_in_the_middle_is_caught_b035(tmp_path: Path) -> None:
+@pytest.mark.case("B035")
+def test_an_optimiser_step_in_the_middle_is_caught(tmp_path: Path) -> None:
     weights = {f"w{i}": torch.nn.Parameter(torch.zeros(64)) for i in range(3)}
     optimiser = torch.optim.SGD(weights.values(), lr=1.0)
     for parameter in weights.values():

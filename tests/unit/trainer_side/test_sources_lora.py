@@ -101,6 +101,7 @@ def prints(model: torch.nn.Module) -> dict[str, tuple[int, int, int]]:
     return {name: (tensor_digest(t.detach()), t.data_ptr(), t._version) for name, t in state.items()}
 
 
+@pytest.mark.case("B192", "B198")
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_sent_is_pefts_own_merge_and_the_base_is_untouched(case: str) -> None:
     model = CASES[case]()
@@ -127,7 +128,8 @@ def test_the_adapter_changes_what_is_sent() -> None:
     assert changed == {f"layers.{at}.{target}.weight" for at in range(2) for target in TARGETS}
 
 
-def test_B043_names_are_those_of_the_base_model() -> None:
+@pytest.mark.case("B043")
+def test_names_are_those_of_the_base_model() -> None:
     assert set(as_source(adapted()).specs) == set(Small().state_dict())
 
 
@@ -156,7 +158,8 @@ def test_an_adapter_that_is_merged_already_is_not_added_twice() -> None:
     assert all(torch.equal(sent[name], tensor) for name, tensor in merged.items())  # type: ignore[arg-type]
 
 
-def test_B035_a_step_of_the_factors_is_seen() -> None:
+@pytest.mark.case("B035")
+def test_a_step_of_the_factors_is_seen() -> None:
     model = adapted()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     source = as_source(model)
@@ -196,8 +199,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.case("B045")
 @pytest.mark.parametrize("case", REFUSED)
-def test_B045_what_cannot_be_merged_is_refused_by_its_layer(case: str) -> None:
+def test_what_cannot_be_merged_is_refused_by_its_layer(case: str) -> None:
     """Among it an adapter that changes nothing: the base would be published for a trained model."""
     make, layer = REFUSED[case]
     with pytest.raises(Rejected) as caught:

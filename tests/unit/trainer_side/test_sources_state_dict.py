@@ -66,6 +66,7 @@ def failures(weights: object, **options: object) -> set[tuple[str, str]]:
     return {(failure.code, failure.tensor) for failure in caught.value.failures}
 
 
+@pytest.mark.case("B190")
 def test_a_module_is_its_state_dict() -> None:
     model = Model()
     source = as_source(model)
@@ -139,14 +140,16 @@ WRAPS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
 }
 
 
+@pytest.mark.case("B048", "B050")
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_B048_B050_a_wrapped_module_has_the_names_and_digests_of_a_bare_one(wrap: str) -> None:
+def test_a_wrapped_module_has_the_names_and_digests_of_a_bare_one(wrap: str) -> None:
     bare, wrapped = as_source(Model()), as_source(WRAPS[wrap](Model()))
     assert wrapped.digests() == bare.digests()
     assert wrapped.ties == bare.ties
 
 
-def test_B048_wrapped_and_bare_names_of_one_parameter_collide() -> None:
+@pytest.mark.case("B048")
+def test_wrapped_and_bare_names_of_one_parameter_collide() -> None:
     weights = {"module.w": torch.zeros(2), "_orig_mod.w": torch.ones(2)}
     assert failures(weights) == {("tensor_duplicate", "module.w"), ("tensor_duplicate", "_orig_mod.w")}
 
@@ -154,7 +157,8 @@ def test_B048_wrapped_and_bare_names_of_one_parameter_collide() -> None:
 # -- dtypes
 
 
-def test_B070_a_router_keeps_its_dtype_when_the_rest_is_rounded() -> None:
+@pytest.mark.case("B070")
+def test_a_router_keeps_its_dtype_when_the_rest_is_rounded() -> None:
     model = Model()
     bias = torch.full((3, 6), 1 + 2**-12)
     with torch.no_grad():
@@ -185,8 +189,9 @@ def test_eight_bit_weights_are_never_rounded() -> None:
     assert (source.specs["w"].dtype, source.specs["s"].dtype) == ("F8_E4M3", "BF16")
 
 
+@pytest.mark.case("B075")
 @pytest.mark.parametrize("target", ["BF16", "F16"])
-def test_B075_a_nan_is_the_same_bits_wherever_it_lies(target: str) -> None:
+def test_a_nan_is_the_same_bits_wherever_it_lies(target: str) -> None:
     """Vector and scalar code make different ones, and shards of a tensor end in other places than the whole."""
     kinds = torch.tensor([0x7FC12345, -0x3EDCBB, 0x7F800001], dtype=torch.int32).view(torch.float32)
     wide = torch.cat((kinds.repeat(22), torch.ones(1)))
@@ -199,7 +204,8 @@ def test_B075_a_nan_is_the_same_bits_wherever_it_lies(target: str) -> None:
 # -- faults
 
 
-def test_B104_an_ungathered_parameter_is_refused_by_name() -> None:
+@pytest.mark.case("B104")
+def test_an_ungathered_parameter_is_refused_by_name() -> None:
     model = Model()
     model.model["layers"][0]["mlp"].up.weight.data = torch.empty(0, dtype=torch.bfloat16)  # type: ignore[index]
     assert failures(model) == {("tensor_shape", "model.layers.0.mlp.up.weight")}
@@ -247,9 +253,10 @@ def moved(source: WeightSource) -> set[str]:
     return {failure.tensor for failure in caught.value.failures}
 
 
+@pytest.mark.case("B035")
 @pytest.mark.parametrize("kind", OPTIMISERS)
 @pytest.mark.parametrize("wrap", ["bare", "_orig_mod"])
-def test_B035_a_step_of_any_optimiser_is_seen(kind: str, wrap: str) -> None:
+def test_a_step_of_any_optimiser_is_seen(kind: str, wrap: str) -> None:
     model = Model()
     module = model if wrap == "bare" else WRAPS[wrap](model)
     optimiser = OPTIMISERS[kind](list(module.parameters()))
