@@ -158,11 +158,16 @@ class KnowsConfig(Protocol):
     file is what it runs on, and a key that one of two configs lacks is not judged.
     """
 
-    def config_overrides(self) -> Mapping[str, Any]:
-        """What it was told to read otherwise than its start folder's `config.json` says; nested objects are merged."""
+    def running_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`config`: what its start folder's files say, a quantisation under `quantization_config`; empty where there is
+        no such file. The same as the engine runs on it, where it was told to read it otherwise.
+        """
 
     def completed_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The same config with what the engine's config class fills in. May raise for one that it cannot read."""
+
+    def tokenizer_folder(self) -> str:
+        """Where its tokenizer lies, if not in its start folder; else empty."""
 
 
 #: Named as `package.module:function` on a rank process's command line; the module is imported in that process only.

@@ -49,7 +49,8 @@ QUANTISATION_BOOKKEEPING = (
 _QUANTISATION = ("quantization_config", "compression_config")
 _SCALING_NAMES = {"mrope": "default", "su": "longrope"}
 ROPE = "rope_parameters"
-_OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
+#: What older configs say instead, key by key.
+ROPE_SPELLINGS = ("rope_theta", "rope_scaling", "rope_local_base_freq")
 
 
 class ConfigRefused(ValueError):
@@ -122,20 +123,6 @@ def _stripped(config: Mapping[str, Any], patterns: tuple[str, ...], depth: int =
     }
 
 
-def overlaid(config: Mapping[str, Any], overrides: Mapping[str, Any], *, rotary: bool = False) -> dict[str, Any]:
-    """What an engine makes of a config that it was told to read otherwise: nested objects are merged, and a rotary
-    setting replaces the same one in another spelling. `rotary`: these are such settings themselves.
-    """
-    if not rotary and any(key in overrides for key in (ROPE, *_OLD_ROPE)):
-        config, overrides = _roped(dict(config), whole=False), _roped(dict(overrides), whole=False)
-    merged = dict(config)
-    for key, value in overrides.items():
-        old = merged.get(key)
-        nested = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = overlaid(old, value, rotary=key == ROPE) if nested else value  # type: ignore[arg-type]
-    return merged
-
-
 # --- one spelling
 
 
@@ -159,7 +146,7 @@ def _lifted(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _roped(config: dict[str, Any], *, whole: bool = True) -> dict[str, Any]:
     """All that a config says of rotary positions, as one `rope_parameters`; `whole`: nothing will be laid over it."""
-    old = {key: config.pop(key) for key in _OLD_ROPE if key in config}
+    old = {key: config.pop(key) for key in ROPE_SPELLINGS if key in config}
     given = config.pop(ROPE, None)
     rope = _scaling(given) if isinstance(given, Mapping) else {}
     if isinstance(old.get("rope_scaling"), Mapping):

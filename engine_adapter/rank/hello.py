@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
 from engine_adapter.base import EngineSpec, KnowsConfig, RankEngine
 from engine_adapter.rank.messages import Hello
 from transports.hashes import folder_document
 from updater.core.errors import Rejected, refuse
 from updater.core.participant import RankInfo
-from updater.model_config import ConfigRefused, bounded, config_part, overlaid, quantisation_part
+from updater.model_config import config_part, quantisation_part
 from updater.model_document import ModelDocument, config_hash, whole
+from updater.model_tokenizer import TokenizerData
 
 
 def hello_of(engine: RankEngine, spec: EngineSpec) -> Hello:
@@ -39,22 +40,32 @@ def running_document(folder: str, engine: object) -> ModelDocument:
         model = folder_document(folder, ("/",))
     except Rejected:
         return ModelDocument()
-    overrides = dict(engine.config_overrides()) if isinstance(engine, KnowsConfig) else {}
-    return completed(overridden(model, overrides), engine)
+    if isinstance(engine, KnowsConfig):
+        model = told_otherwise(model, engine)
+    return completed(model, engine)
 
 
-def overridden(model: ModelDocument, overrides: dict[str, Any]) -> ModelDocument:
-    """Raises Rejected `config_mismatch` for overrides that cannot be compared."""
-    if not overrides or model.config is None:
-        return model
+def told_otherwise(model: ModelDocument, engine: KnowsConfig) -> ModelDocument:
+    """`model` as the engine reads it. Raises Rejected `config_mismatch` for what cannot be compared."""
+    model = replace(model, tokenizer=_tokenizer(model.tokenizer, engine))
+    read = {**(model.config or {}), **({"quantization_config": model.quantization} if model.quantization else {})}
     try:
-        config = bounded(overlaid(model.config, config_part(overrides)))
-        quantization = bounded(
-            overlaid(model.quantization or {}, quantisation_part({"quantization_config": {}} | overrides))
-        )
-    except ConfigRefused as error:
-        raise refuse("config_mismatch", f"what the engine's options say of the config: {error}") from None
-    return replace(model, config=config, quantization=quantization)
+        runs = dict(engine.running_config(deepcopy(read)))
+        if runs == read:
+            return model
+        return replace(model, config=config_part(runs), quantization=quantisation_part(runs))
+    except Exception as error:  # the boundary to a library; also what it says may be too much, or no JSON
+        why = f"what the engine's options make of the config cannot be compared: {type(error).__name__}: {error}"
+        raise refuse("config_mismatch", why) from None
+
+
+def _tokenizer(started: TokenizerData | None, engine: KnowsConfig) -> TokenizerData | None:
+    """`started`: of the start folder."""
+    try:
+        folder = engine.tokenizer_folder()
+        return folder_document(folder, ("/",)).tokenizer if folder else started
+    except Exception:  # the boundary to a library, or files that cannot be read: then it is not known
+        return None
 
 
 def completed(model: ModelDocument, engine: object) -> ModelDocument:
@@ -62,7 +73,7 @@ def completed(model: ModelDocument, engine: object) -> ModelDocument:
     if model.config is None or not isinstance(engine, KnowsConfig):
         return model
     try:
-        full = dict(engine.completed_config(model.config))
+        full = dict(engine.completed_config(deepcopy(model.config)))  # a library fills in what it is handed
     except Exception:  # the boundary to a library: what its class cannot read is compared as it is written
         return model
     return replace(model, completed=whole(full))

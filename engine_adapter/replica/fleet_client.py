@@ -41,6 +41,7 @@ class FleetClient:
     ) -> None:
         self._replica, self._url, self._incarnation = replica, url, incarnation
         self.obstacle: Failure | None = None  # why it is not admitted, as it heard last
+        self._said = ""
         self._last = ""  # the one that may be the member; empty if none is
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = httpx.AsyncClient(
@@ -59,12 +60,18 @@ class FleetClient:
                 await self._ask_in()
             except LiveweightsError as error:
                 self.obstacle = error.failures[0]
-                _log.warning("not registered yet: %s", error)
+                self._say(f"not registered yet: {error}")
                 delay = min(delay * 2, _LAST_RETRY_S)
             else:
                 delay = _REMIND_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(admitted.wait(), delay)
+
+    def _say(self, text: str) -> None:
+        """Once, not at every try."""
+        if text != self._said:
+            _log.warning("%s", text)
+        self._said = text
 
     def why_not(self) -> Failure | None:
         """Why it is not admitted, as it heard last."""
@@ -78,7 +85,7 @@ class FleetClient:
             body = {"replica": self._replica, "url": self._url}
             self.obstacle = self._why(await self._call("POST", "/v1/fleet/replicas", json=body))
             if self.obstacle is not None:
-                _log.warning("not admitted yet: %s", LiveweightsError(self.obstacle))
+                self._say(f"not admitted yet: {LiveweightsError(self.obstacle)}")
         except LiveweightsError as error:
             if error.code == "replica_id_taken":
                 self._last = ""

@@ -99,6 +99,13 @@ class FrontLife:
         self._face.failure = error.failures[0]
         _log.error("the replica cannot start: %s", error)
 
+    def keep_asking(self) -> None:
+        """It was refused, and its server stays up: the coordinator asks it in its turn who it is, hears why it cannot
+        start, and can say so to people who look at the fleet.
+        """
+        if self._fleet is not None and self._watching is None:
+            self._watching = asyncio.create_task(self._fleet.register(asyncio.Event()))
+
     async def _start_front(self) -> Front:
         digest = await self._work.replay_start()
         mine, hellos = self._membership, self._pool.hellos

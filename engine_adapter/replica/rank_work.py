@@ -71,6 +71,11 @@ class Deadlines:
     audit_s: float = 600.0
 
 
+_UNLIKE = "the replayed start checkpoint differs from the live bytes"
+_LOADED = (
+    "start the engine on a folder that nothing changes meanwhile, and have it load the weights that lie there (no"
+    " --load-format dummy)"
+)
 _PROOFS_KEPT = 8  # live, kept, staged, and a few that were given up
 
 
@@ -119,9 +124,7 @@ class RankWork:
         await self._pool.call("stage", RankStage(0, deadline), deadline_s=deadline)
         combined, verified = await self._verify(planned, 0, deadline)
         differing = [
-            Failure(
-                "placement_refused", "the replayed start checkpoint differs from the live bytes", rank=rank, tensor=name
-            )
+            Failure("placement_refused", _UNLIKE, rank=rank, tensor=name, hint=_LOADED)
             for rank, reply in enumerate(verified)
             for name in reply.differs_from_live
         ]

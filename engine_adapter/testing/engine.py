@@ -113,11 +113,14 @@ class ToyEngine:
             defect = self._placements >= self.options.defect_from and self.options.defect_rank in (-1, self.rank)
             return toy_placement(specs, targets, self.config, self.options, self.rank, self.size, defect=defect)
 
-    def config_overrides(self) -> Mapping[str, Any]:
-        return {}
+    def running_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return config
 
     def completed_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         return asdict(ToyConfig()) | dict(config)
+
+    def tokenizer_folder(self) -> str:
+        return ""
 
     # ----- what the control thread asks
 

@@ -92,13 +92,16 @@ class TransformersEngine:
         """What the declared rules say at any size: the independent second opinion that a test compares."""
         return declare(specs, targets_of(self._parameters), self._rules, self.rank, self.size)
 
-    def config_overrides(self) -> Mapping[str, Any]:
-        """None that changes a forward pass: its options say dtype and sizes of the cache."""
-        return {}
+    def running_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Unchanged: its options say dtype and sizes of the cache."""
+        return config
 
     def completed_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         full: dict[str, Any] = type(self._model.config).from_dict(dict(config)).to_dict()
         return full
+
+    def tokenizer_folder(self) -> str:
+        return ""
 
     # serving
 

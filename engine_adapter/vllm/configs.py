@@ -1,17 +1,33 @@
-"""What vLLM runs on where it was told to read a config otherwise: `--hf-overrides`."""
+"""What vLLM runs on where it was told to read a config otherwise: `--hf-overrides`, `--hf-config-path`, `--tokenizer`.
+
+Told is not done: an override of `rope_theta` does nothing to a config that has `rope_parameters`, one of a whole object
+replaces it or is laid over it as its class decides. So an override says which keys to look at, and the config that
+vLLM made of all says what their values are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from updater.model_config import ROPE, ROPE_SPELLINGS
 
-def hf_overrides(model_config: Any) -> dict[str, Any]:
-    """Of vLLM's `ModelConfig`. Where a function made them, the whole config that came of it."""
-    given = getattr(model_config, "hf_overrides", None)
-    if callable(given):
-        return dict(model_config.hf_config.to_dict())
-    return dict(given or {})
+
+def running_config(model_config: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config`, of the start folder, as vLLM reads it. `model_config`: vLLM's `ModelConfig`."""
+    path, told = getattr(model_config, "hf_config_path", None), getattr(model_config, "hf_overrides", None)
+    hf_config = model_config.hf_config
+    read = dict(config)
+    if path and path != model_config.model:
+        read = {name: read[name] for name in ("quantization_config",) if name in read} | _read(hf_config, path)
+    if not told:
+        return read
+    runs = hf_config.to_dict()
+    if callable(told):  # it may have changed anything: what it changed is what differs
+        told = _changed(hf_completed(model_config, read), runs)
+    return _taken(read, told, runs, hf_config)
 
 
 def hf_completed(model_config: Any, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,14 +36,65 @@ def hf_completed(model_config: Any, config: Mapping[str, Any]) -> dict[str, Any]
     return full
 
 
+def tokenizer_folder(model_config: Any) -> str:
+    """Where its tokenizer lies, empty for the folder of the model."""
+    name = getattr(model_config, "tokenizer", None)
+    if not name or name == model_config.model:
+        return ""
+    return str(local_folder(name, getattr(model_config, "tokenizer_revision", None)))
+
+
+def local_folder(name: str, revision: str | None) -> Path:
+    """As given, or the snapshot that the hub's cache holds."""
+    given = Path(name)
+    if given.is_dir():
+        return given.resolve()
+    hub: Any = import_module("huggingface_hub")
+    return Path(hub.snapshot_download(name, revision=revision, local_files_only=True))
+
+
 class ServerConfig:
     """`engine_adapter.base.KnowsConfig` where only the server is at hand, and no rank of ours."""
 
     def __init__(self, model_config: Any) -> None:
-        self._model_config = model_config
+        self.model_config = model_config
 
-    def config_overrides(self) -> Mapping[str, Any]:
-        return hf_overrides(self._model_config)
+    def running_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return running_config(self.model_config, config)
 
     def completed_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return hf_completed(self._model_config, config)
+        return hf_completed(self.model_config, config)
+
+    def tokenizer_folder(self) -> str:
+        return tokenizer_folder(self.model_config)
+
+
+def _read(hf_config: Any, path: str) -> dict[str, Any]:
+    found: dict[str, Any] = type(hf_config).get_config_dict(path, local_files_only=True)[0]
+    return found
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys in which they differ, nested as they are."""
+    found: dict[str, Any] = {}
+    for key in before.keys() | after.keys():
+        old, new = before.get(key), after.get(key)
+        if old != new:
+            nested = isinstance(old, Mapping) and isinstance(new, Mapping)
+            found[key] = _changed(old, new) if nested else new  # type: ignore[arg-type]
+    return found
+
+
+def _taken(read: Mapping[str, Any], told: Mapping[str, Any], runs: Mapping[str, Any], hf_config: Any) -> dict[str, Any]:
+    """`read` with the keys that `told` names as they are in `runs`, which is `hf_config` as values."""
+    found = dict(read)
+    for key, value in told.items():
+        inner, part = getattr(hf_config, key, None), runs.get(key)
+        if isinstance(value, Mapping) and isinstance(part, Mapping) and hasattr(inner, "to_dict"):
+            found[key] = _taken(found.get(key) or {}, value, part, inner)
+        else:
+            found[key] = part
+    if told.keys() & {ROPE, *ROPE_SPELLINGS}:
+        found = {key: value for key, value in found.items() if key not in ROPE_SPELLINGS}
+        found[ROPE] = runs.get(ROPE) or {name: runs[name] for name in ROPE_SPELLINGS if name in runs}
+    return found

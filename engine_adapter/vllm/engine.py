@@ -13,7 +13,7 @@ from typing import Any
 
 from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter, PausePoint, TokenEvent
 from engine_adapter.placement.rows import Placement
-from engine_adapter.vllm.configs import hf_completed, hf_overrides
+from engine_adapter.vllm.configs import hf_completed, running_config, tokenizer_folder
 from engine_adapter.vllm.connectors import connectors, named
 from engine_adapter.vllm.parameters import collect
 from engine_adapter.vllm.recording import RecordedPlacements
@@ -89,11 +89,14 @@ class VllmRankEngine:
     def placement(self, specs: Mapping[str, TensorSpec]) -> Placement:
         return self._placements.placement(specs)
 
-    def config_overrides(self) -> Mapping[str, Any]:
-        return hf_overrides(self._worker.vllm_config.model_config)
+    def running_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return running_config(self._worker.vllm_config.model_config, config)
 
     def completed_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         return hf_completed(self._worker.vllm_config.model_config, config)
+
+    def tokenizer_folder(self) -> str:
+        return tokenizer_folder(self._worker.vllm_config.model_config)
 
     def stand(self, number: int) -> None:
         """On the worker's own thread, between two steps, while the scheduler is paused. `number`: of this pause."""

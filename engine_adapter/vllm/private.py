@@ -7,11 +7,11 @@ the configuration that the command line sets), `nn.Module` with `load_weights`.
 from __future__ import annotations
 
 from argparse import Namespace
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from engine_adapter.vllm.configs import local_folder
 from engine_adapter.vllm.settings import Mode
 from updater.security import ConfigurationError
 
@@ -139,9 +139,5 @@ def check_server(client: Any, args: Namespace, mode: Mode) -> None:
 
 
 def model_folder(model_config: Any) -> Path:
-    """The folder of the start checkpoint: as given, or the snapshot that the hub's cache holds."""
-    given = Path(model_config.model)
-    if given.is_dir():
-        return given.resolve()
-    hub: Any = import_module("huggingface_hub")
-    return Path(hub.snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
+    """The folder of the start checkpoint."""
+    return local_folder(model_config.model, model_config.revision)

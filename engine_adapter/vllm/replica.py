@@ -102,6 +102,12 @@ class VllmReplica:
         self._joining = asyncio.create_task(self._join())
 
     async def _join(self) -> bool:
+        joined = await self._start_and_join()
+        if not joined:
+            self._life.keep_asking()
+        return joined
+
+    async def _start_and_join(self) -> bool:
         try:
             hellos = await self._pool.start(self.settings.start_s)
             _log.info("%s: %d ranks, %s", self.settings.replica, len(hellos), hellos[0].engine)

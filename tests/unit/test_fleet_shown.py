@@ -141,6 +141,29 @@ def test_a_joiner_whose_catch_up_failed_says_what_failed(tmp_path: Path) -> None
 
 
 @pytest.mark.case("F24")
+def test_a_replica_that_cannot_start_is_listed_with_the_reason_as_long_as_it_asks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    why = Failure("placement_refused", "its bytes are not those of its folder", tensor="w", hint="load them")
+
+    async def main() -> None:
+        async with LocalService(tmp_path, new_fleet=True) as service:
+            answer = await ask_in(service, "one", cannot_start=why)
+            assert (answer["code"], answer["hint"]) == (why.code, why.hint)
+            (refused,) = (await service.get("/v1/fleet")).json()["refused"]
+            assert (refused["code"], refused["replica"], refused["hint"]) == (why.code, "one", why.hint)
+            assert why.code in [each["code"] for each in (await service.get("/readyz")).json()["failures"]]
+            await service.advance(5)
+            await ask_in(service, "one")
+            assert (await service.get("/v1/fleet")).json()["refused"] == []
+            assert (await service.get("/readyz")).status_code == 200
+
+    with caplog.at_level(logging.WARNING, "liveweights.coordinator"):
+        asyncio.run(main())
+    assert [record for record in caplog.records if why.code in record.getMessage()]
+
+
+@pytest.mark.case("F24")
 def test_a_replica_that_may_not_join_is_listed_with_the_reason_until_it_may(tmp_path: Path) -> None:
     async def main() -> None:
         async with LocalService(tmp_path, new_fleet=True) as service:

@@ -10,7 +10,7 @@ import pytest
 from updater import wire
 from updater.core.participant import Compared, same_definition
 from updater.manifest import Manifest
-from updater.model_config import ConfigRefused, config_part, overlaid, quantisation_part, quantiser_part, view
+from updater.model_config import ConfigRefused, config_part, quantisation_part, quantiser_part, view
 from updater.model_document import ModelDocument, compare, config_hash
 from updater.model_tokenizer import TokenizerData, of_files, of_tokenizer_json
 
@@ -168,18 +168,6 @@ def test_a_tokenizer_is_compared_as_data() -> None:
     assert both(of_files({}, None, crowd, b""), of_files({}, None, crowd | {"<1>": 7}, b""))[0] == [
         "tokenizer.added_tokens"
     ]
-
-
-@pytest.mark.case("F64")
-def test_overrides_are_laid_over_the_folder() -> None:
-    assert view(overlaid(CONFIG, {"rope_parameters": {"rope_theta": 37}}))["rope_parameters.rope_theta"] == 37
-    new = {"rope_parameters": {"rope_theta": 100, "rope_type": "yarn", "factor": 2}}
-    assert view(overlaid(new, {"rope_theta": 37})) == {
-        "rope_parameters.rope_theta": 37, "rope_parameters.rope_type": "yarn", "rope_parameters.factor": 2,
-    }  # fmt: skip
-    assert overlaid({"vision_config": {"a": 1, "b": 2}}, {"vision_config": {"b": 3}}) == {
-        "vision_config": {"a": 1, "b": 3}
-    }
 
 
 @pytest.mark.case("F01")

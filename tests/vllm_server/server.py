@@ -55,15 +55,15 @@ class Starts:
 
 #: `make soak` starts more of them than `make test` has the time for.
 SOAKING = os.environ.get("LIVEWEIGHTS_EXAMPLES") == "soak"
-STARTS = Starts(budget=60 if SOAKING else 14)
+STARTS = Starts(budget=60 if SOAKING else 17)
 
 
 class StartFailed(Exception):
-    """The server ended, or was not ready in time. `output`: the last lines of its log."""
+    """The server ended, or was not ready in time. `output`: the last lines of its log. `code`: what it ended with."""
 
-    def __init__(self, reason: str, output: str) -> None:
+    def __init__(self, reason: str, output: str, code: int | None = None) -> None:
         super().__init__(f"{reason}\n{output}")
-        self.output = output
+        self.output, self.code = output, code
 
 
 class Left(AssertionError):
@@ -211,7 +211,7 @@ def wait_ready(
     end = time.monotonic() + start_s
     while True:
         if process.poll() is not None:
-            raise StartFailed(f"the server ended with {process.returncode}", tail(log))
+            raise StartFailed(f"the server ended with {process.returncode}", tail(log), process.returncode)
         with suppress(httpx.TransportError):
             if client.get(ready).status_code == httpx.codes.OK:
                 return

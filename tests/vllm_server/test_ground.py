@@ -85,6 +85,7 @@ def test_a_server_that_ends_before_it_is_ready_shows_its_log(tmp_path: Path) -> 
     with pytest.raises(StartFailed) as raised:
         start(command, tmp_path)
     assert "no such option" in raised.value.output
+    assert raised.value.code == 1
 
 
 def test_a_server_that_is_never_ready_is_given_up(tmp_path: Path) -> None:

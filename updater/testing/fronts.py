@@ -87,6 +87,7 @@ class SimulatedFront:
         self.ranks: tuple[int, ...] = (0,)  # the numbers that it says its ranks have
         self.config_hash = ""
         self.progress: Progress | None = None  # what it says of its staging
+        self.cannot_start: Failure | None = None  # then it has no front: its server refuses every verb with this
         self.restart()
 
     def restart(self) -> None:
@@ -131,6 +132,8 @@ class SimulatedFront:
         """The connection ends, not the front."""
 
     async def _answer(self, verb: str, request: Any, timeout_s: float) -> Any:
+        if self.cannot_start is not None:
+            raise Refusal((self.cannot_start,))
         if verb == "status":
             return replace(status(self.state, self._clock.now()), progress=self.progress)
         if verb == "describe":

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine_adapter.base import EngineSpec
-from engine_adapter.rank.hello import hello_of, overridden, running_document
+from engine_adapter.rank.hello import hello_of, running_document
 from engine_adapter.rank.messages import Hello, RankPlan, RankPlanReply
 from engine_adapter.rank.plan import make_plan
 from engine_adapter.replica.config_check import check_config
@@ -28,6 +28,7 @@ from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import Compared, DiskOffer, Fence, Kind, PlanRequest
 from updater.core.policy import CachePolicy, InFlight, InstallMode
 from updater.manifest import FILE_NAME
+from updater.model_config import differences
 
 
 @pytest.fixture(scope="module")
@@ -139,37 +140,107 @@ def test_a_config_that_cannot_be_compared_is_refused(engine: ToyEngine, start: P
 
 
 class Config:
-    """As `PretrainedConfig`: a class that fills in what a config leaves out."""
+    """As `PretrainedConfig`: a class that fills in what a config leaves out, and reads rotary positions from
+    `rope_parameters` alone once it has them.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = {"head_dim": 4, **values}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        values.get("rope_parameters", {}).setdefault("rope_theta", 10000.0)  # as transformers does: in place
         return cls(values)
+
+    @classmethod
+    def get_config_dict(cls, path: str, **_options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        return json.loads((Path(path) / "config.json").read_text()), {}
 
     def to_dict(self) -> dict[str, Any]:
         return self.values
 
 
-@pytest.mark.case("F64")
-def test_what_vllm_was_told_to_read_otherwise_is_what_it_runs_on(start: Path) -> None:
-    def running(overrides: Any, **values: Any) -> str:
-        knows = ServerConfig(SimpleNamespace(hf_overrides=overrides, hf_config=Config(values)))
-        return json.dumps(wire.plain(running_document(str(start), knows)), sort_keys=True)
+def server(start: Path, overrides: Any = None, runs: Mapping[str, Any] | None = None, **more: Any) -> ServerConfig:
+    """Of a vLLM server started on `start`. `runs`: what its config class made of it all."""
+    read = json.loads((start / "config.json").read_text())
+    config = Config({**read, **(runs or {})})
+    said = {"model": str(start), "hf_overrides": overrides or {}, "hf_config": config, **more}
+    return ServerConfig(SimpleNamespace(**said))
 
-    plain = json.loads(running({}))
-    told = json.loads(running({"rope_theta": 37.0}))
-    assert told["config"]["rope_parameters"]["rope_theta"] == 37
-    assert told["completed"]["head_dim"] == 4
-    assert told["config"] != plain["config"]
-    made = json.loads(running(lambda config: config, rms_norm_eps=0.5))
-    assert made["config"]["rms_norm_eps"] == 0.5
+
+ROPE = {"rope_theta": 100.0, "rope_type": "default"}
+
+
+@pytest.mark.case("F01", "F64")
+@pytest.mark.parametrize(
+    ("overrides", "runs", "expected"),
+    [
+        ({"rms_norm_eps": 0.5}, {"rms_norm_eps": 0.5}, {"rms_norm_eps": "0.5"}),
+        # Told and not done, told as a whole object, told in an older spelling.
+        ({"rope_theta": 37.0}, {"rope_parameters": ROPE, "rope_theta": 37.0}, {}),
+        ({"rope_parameters": ROPE | {"rope_theta": 37.0}}, {"rope_parameters": ROPE | {"rope_theta": 37.0}},
+         {"rope_parameters.rope_theta": "37"}),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}},
+         {"rope_parameters.rope_type": '"linear"', "rope_parameters.factor": "2"}),
+        # A function may change anything.
+        (lambda config: config, {"rms_norm_eps": 0.5, "head_dim": 8}, {"rms_norm_eps": "0.5", "head_dim": "8"}),
+    ],
+    ids=["plain", "no effect", "object", "older spelling", "function"],
+)  # fmt: skip
+def test_what_vllm_made_of_its_overrides_is_what_it_runs_on(
+    start: Path, tmp_path: Path, overrides: Any, runs: dict[str, Any], expected: dict[str, str]
+) -> None:
+    path = folder(start, tmp_path / "started", rope_parameters=ROPE)
+    plain, told = (running_document(str(path), knows) for knows in (server(path), server(path, overrides, runs)))
+    assert plain.config is not None
+    assert told.config is not None
+    found = differences(told.config, plain.config, told.completed, plain.completed)
+    assert {difference.key: difference.theirs for difference in found} == expected
+
+
+@pytest.mark.case("F01", "F64")
+def test_a_document_is_what_the_files_say_whatever_a_config_class_does_to_what_it_is_handed(
+    start: Path, tmp_path: Path
+) -> None:
+    path = folder(start, tmp_path / "started", rope_parameters={"rope_type": "default"})
+    found = running_document(str(path), server(path))
+    found.check()
+    assert found.config is not None
+    assert found.config["rope_parameters"] == {"rope_type": "default"}
+    assert found.completed is not None
+    assert found.completed["rope_parameters"]["rope_theta"] == 10000
+
+
+@pytest.mark.case("F01", "F64")
+def test_parts_of_a_config_are_looked_at_by_themselves(start: Path, tmp_path: Path) -> None:
+    path = folder(start, tmp_path / "nested", text_config={"rms_norm_eps": 1e-6, "head_dim": 4}, extra={"a": 1, "b": 2})
+    overrides = {"text_config": {"rms_norm_eps": 0.5}, "extra": {"b": 3}}
+    runs = {"text_config": {"rms_norm_eps": 0.5, "head_dim": 4, "filled_in": 7}, "extra": {"b": 3}}
+    knows = server(path, overrides, runs)
+    knows.model_config.hf_config.text_config = Config(runs["text_config"])
+    found = running_document(str(path), knows).config
+    assert found is not None
+    assert found["text_config"] == {"rms_norm_eps": 0.5, "head_dim": 4}  # and not what the class fills in
+    assert found["extra"] == {"b": 3}  # replaced, as vLLM does with what is no config
+
+
+@pytest.mark.case("F01", "F64")
+def test_a_config_and_a_tokenizer_of_other_folders_are_those_that_count(start: Path, tmp_path: Path) -> None:
+    other = folder(start, tmp_path / "other", rms_norm_eps=0.5, quantization_config={"bits": 4})
+    vocabulary = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []}
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    found = running_document(str(start), server(start, hf_config_path=str(other), tokenizer=str(other)))
+    read = folder_document(str(other), ("/",))
+    assert read.tokenizer is not None
+    assert (found.config, found.quantization, found.tokenizer) == (read.config, read.quantization, read.tokenizer)
+    same = running_document(str(start), server(start, hf_config_path=str(start), tokenizer=str(start)))
+    assert same == running_document(str(start), server(start))
 
 
 @pytest.mark.case("F65")
 @pytest.mark.parametrize("value", ["x" * 100_000, object()], ids=["large", "no JSON"])
 def test_overrides_that_cannot_be_compared_are_refused(start: Path, value: object) -> None:
     with pytest.raises(LiveweightsError) as caught:
-        overridden(folder_document(str(start), ("/",)), {"hidden_act": value})
+        running_document(str(start), server(start, {"hidden_act": value}, {"hidden_act": value}))
     assert caught.value.code == "config_mismatch"
