@@ -76,6 +76,13 @@ class Models:
     def _warn(self, state: FleetState, joiner: Description) -> None:
         mine, replica = joiner.config_hash, joiner.status.replica
         others = {member.config_hash for member in state.members if member.replica != replica} - {""}
-        if others and not any(same_definition(mine, other) for other in others):
+        if not others:
+            return
+        if any(same_definition(mine, other) for other in others):
+            text = (
+                "%s joins: its config is compared by its hash alone, its tokenizer not at all: no member says its own"
+            )
+            _log.warning(text, replica)
+        else:
             text = "%s joins: its config is not compared with the fleet's (%s, and %s)"
             _log.warning(text, replica, mine[:16] or "none", min(others)[:16])

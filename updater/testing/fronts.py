@@ -86,6 +86,7 @@ class SimulatedFront:
         self._tasks: set[asyncio.Task[None]] = set()
         self.ranks: tuple[int, ...] = (0,)  # the numbers that it says its ranks have
         self.config_hash = ""
+        self.document = ""  # as JSON: what its engine runs on, beside tensors
         self.progress: Progress | None = None  # what it says of its staging
         self.cannot_start: Failure | None = None  # then it has no front: its server refuses every verb with this
         self.restart()
@@ -154,6 +155,7 @@ class SimulatedFront:
             url=self._url,
             capabilities=CAPABILITIES,
             config_hash=self.config_hash,
+            document=self.document,
             model="/models/simulated",
             ranks=tuple(RankInfo(number, 1, 2, 1000) for number in self.ranks),
             dtypes=self.dtypes,
