@@ -44,7 +44,7 @@ REST_S = 7.0
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """Everybody who takes part. `pids`: by role. `temporary`: where all of them put temporary files."""
+    """All processes that take part. `pids`: by role. `temporary`: where all of them put temporary files."""
 
     coordinator: str
     replica: str

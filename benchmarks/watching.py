@@ -53,7 +53,7 @@ def peak_bytes(pid: int | str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """After one update. `files`: in the folder that holds everybody's temporary files; `shm`: in /dev/shm."""
+    """After one update. `files`: in the folder that holds the temporary files of all; `shm`: in /dev/shm."""
 
     update: int
     processes: Mapping[str, Held]

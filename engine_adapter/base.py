@@ -85,7 +85,7 @@ class TokenEvent:
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """What a rank process is told to build. `rendezvous`: path of a FileStore shared by the ranks of this
-    replica; an empty file at first, that nobody may replace or remove.
+    replica; an empty file at first, that no process may replace or remove.
 
     `options` are the engine's own (for example `num_blocks`, `dtype`).
     """

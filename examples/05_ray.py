@@ -35,7 +35,7 @@ class Trainer:
         self._weights = toy_tensors(fixture_config("M0"), seed=0)
 
     def step(self, number: int) -> dict[str, Any]:
-        """One step of training, and its weights to everybody."""
+        """One step of training, and its weights to all replicas."""
         for tensor in self._weights.values():
             tensor.mul_(torch.tensor(1.0 + 0.01 * number).to(tensor.dtype))
         receipt = push_ray(self._weights, number, coordinator=self._coordinator, directory=self._folder)

@@ -90,7 +90,7 @@ class Carrier:
         return known_model(folder_document(folder, ("/",)))
 
     def writing(self, source: WeightSource, known: Mapping[str, str], asked: Asked) -> FolderSending:
-        """Of a folder that does not exist yet. Raises Rejected where nobody said where to write."""
+        """Of a folder that does not exist yet. Raises Rejected where it is not said where to write."""
         if self._shelf is None:
             raise refuse("bad_request", f"say where to write: directory=... or {DIRECTORY_ENV}")
         writer = self._shelf.writer(self._link.run(asked.terms.label()), source, known, asked.progress)

@@ -85,7 +85,7 @@ class Client:
     `ray://<actor name>@<namespace>` is a coordinator that runs as a Ray actor of the cluster this process is in.
 
     Every method raises the typed errors of `updater.core.errors`: Rejected, Aborted and RolledBack carry the receipt
-    in `error.receipt`; Unavailable with code `unreachable` means that nobody answered.
+    in `error.receipt`; Unavailable with code `unreachable` means that no server answered.
     """
 
     def __init__(

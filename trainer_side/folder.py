@@ -1,6 +1,6 @@
 """The folder that a trainer's weights become: a sharded safetensors directory with its index and its manifest.
 
-It is written under a temporary name and renamed once all of it is durable, so nobody ever sees half of one. Tensors
+It is written under a temporary name and renamed once all of it is durable, so no reader ever sees half of one. Tensors
 come one at a time, in any order: where each one goes is known from the specs.
 """
 

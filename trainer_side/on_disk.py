@@ -109,7 +109,7 @@ class FolderSending:
         return None
 
     def close(self, cause: BaseException | None = None) -> None:
-        """An update that runs needs nobody to come back."""
+        """An update that runs needs no client to come back."""
         if isinstance(self._folder, FolderWriter):
             self._folder.discard()
         if self._running is not None:

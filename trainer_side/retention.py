@@ -64,7 +64,7 @@ def tidy(root: Path, keep: int) -> Flow[list[Path]]:
 
 
 def _remove(path: Path) -> None:
-    """Out of sight first, so that nobody finds half a folder under a version's name."""
+    """Out of sight first, so that no reader finds half a folder under a version's name."""
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}.gone")
     try:
         os.rename(path, hidden)

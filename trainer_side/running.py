@@ -57,7 +57,7 @@ class RunningUpdate:
         self._hooks = HookCaller(hooks)
         self._changed = threading.Condition()
         self._state = state
-        self._lost: LiveweightsError | None = None  # nobody can say any more how it ends
+        self._lost: LiveweightsError | None = None  # it is no longer known how it ends
         self._end_told = False
         self._closing = threading.Event()
         self._cut = Cut()
@@ -168,7 +168,7 @@ class RunningUpdate:
             self._take(self.state.model_copy(update=ended))
 
     def _take(self, state: UpdateState) -> None:
-        """Whoever waits for the end also knows that the hooks have been called."""
+        """A thread that waits for the end also knows that the hooks have been called."""
         self._hooks.saw(state)
         with self._changed:
             self._state = state

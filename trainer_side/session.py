@@ -136,7 +136,7 @@ class UpdateSession:
         """Meet the receivers of the offer."""
         state = self._begun().state
         if state.offer is None:
-            raise refuse("wrong_phase", "nobody is there to receive yet")
+            raise refuse("wrong_phase", "no receiver is there yet")
         offer = wire.build(StreamOffer, state.offer.model_dump())
         self._opened = True
         self._guard(lambda: self._sender.open(offer, self._plan, MEET_S))
@@ -188,7 +188,7 @@ class UpdateSession:
         return self._begun().receipt()
 
     def interrupt(self, reason: str) -> None:
-        """From any thread: what is under way ends soon with `client_abort`. Asks nobody; `abort` does."""
+        """From any thread: what is under way ends soon with `client_abort`. Asks no coordinator; `abort` does."""
         self._sender.abort(reason)
 
     def abort(self, cause: LiveweightsError | None = None) -> LiveweightsError:
@@ -206,7 +206,7 @@ class UpdateSession:
         return error if self._over else self.abort(error)
 
     def leave(self, cause: BaseException | None = None) -> None:
-        """Let go of it: give the update up if nobody has promised yet that its stream is complete."""
+        """Let go of it: give the update up if its stream was not sealed yet."""
         try:
             if self._running is not None and not self._sealed and not self._running.ended(0):
                 self.abort(_told(cause))
@@ -250,7 +250,7 @@ class UpdateSession:
         return self._running
 
     def _stop_sender(self, reason: str) -> None:
-        """Called by the update's threads when it has ended: whoever is inside the sender comes back now."""
+        """Called by the update's threads when it has ended: a thread inside the sender comes back now."""
         if not self._over:
             self._sender.abort(f"the update ended: {reason}")
 

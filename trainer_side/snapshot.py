@@ -42,4 +42,4 @@ class Snapshot:
             yield name, self._kept.pop(name, None)
 
     def check_untouched(self) -> None:
-        """Nobody else has it."""
+        """No other code has it."""

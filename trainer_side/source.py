@@ -15,7 +15,7 @@ from updater.core.errors import Failure, Rejected
 def take(weights: Mapping[str, torch.Tensor]) -> PartsSource:
     """Check a state dict and clean its names. Copies nothing. Raises Rejected with every fault, not only the first.
 
-    Nobody else takes part here: what is sharded over a device mesh is refused. `sources.as_source` takes all kinds.
+    No other rank takes part here: what is sharded over a device mesh is refused. `sources.as_source` takes all kinds.
     """
     text = "sharded over a device mesh: gather it before publishing"
     faults = [Failure("tensor_shape", text, tensor=name) for name, tensor in weights.items() if is_sharded(tensor)]

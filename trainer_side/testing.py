@@ -173,7 +173,7 @@ class FakeCoordinator:
 
 
 class RecordingSender:
-    """A `StreamSender` to nobody: it keeps every byte, and goes wrong where it is told to.
+    """A `StreamSender` without receivers: it keeps every byte, and goes wrong where it is told to.
 
     `fail`: raised when the bucket of this number is sent. `block`: the bucket whose sending lasts until somebody
     aborts; `blocked` is set meanwhile. As with any sender, an abort with nothing under way voids the offer before it.
@@ -216,7 +216,7 @@ class RecordingSender:
         if bucket.index == self.block:
             self.blocked.set()
             if not self._stop.wait(60):
-                raise AssertionError("nobody stopped the sender")
+                raise AssertionError("the sender was not stopped")
         if self._stop.is_set():
             raise Aborted(Failure("client_abort", self.aborts[-1]))
         buffer = self._held.pop(bucket.index).numpy().tobytes()

@@ -1,7 +1,7 @@
 """A source walked by every rank of a trainer at once, so that none waits for one that has failed.
 
 After each tensor all ranks say, in one small collective on the CPU, whether their source gave it. Where a rank's source
-raised, all of them stop there with the same error. What nobody here can interrupt is a collective of the source itself
+raised, all of them stop there with the same error. What cannot be interrupted here is a collective of the source itself
 that such a rank never joined: then the others come back when the time-out of that collective's group lets them.
 """
 

@@ -47,7 +47,7 @@ class WeightSource(Protocol):
         """Collective: whole tensors on the sender, None elsewhere. A tensor is valid until the next one is asked for.
 
         Once begun it is walked to its end on every rank, whatever happens to the update, unless it raises on one of
-        them: then nobody asks for more. Raise between collectives where you can: a rank that waits in one for another
+        them: then no rank asks for more. Raise between collectives where you can: a rank that waits in one for another
         that has raised comes back only when the time-out of that collective's group lets it.
         """
 

@@ -66,7 +66,7 @@ class Report:
         return not self.faults
 
 
-#: (opened source, TP size) -> one report per rank. Supplied by whoever knows engines; may raise LiveweightsError.
+#: (opened source, TP size) -> one report per rank. Supplied by a caller that knows engines; may raise LiveweightsError.
 RankReader = Callable[[DiskSource, int], Sequence[RankReport]]
 
 

@@ -12,7 +12,7 @@ from updater.core.errors import Failure, Rejected, refuse
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a file looks like from outside: equal before and after means that nobody wrote to it."""
+    """What a file looks like from outside: equal before and after means that no process wrote to it."""
 
     device: int
     inode: int

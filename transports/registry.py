@@ -18,7 +18,7 @@ class Hub(Protocol):
     """One transport in one receiving process: it makes a receiver per update and keeps what outlives them."""
 
     def receiver(self, offer: StreamOffer, number: int) -> StreamReceiver:
-        """`number`: which receiver of the offer this process is. Meets nobody yet."""
+        """`number`: which receiver of the offer this process is. Meets no sender yet."""
 
     def close(self) -> None: ...
 

@@ -45,7 +45,7 @@ class Scatter:
     def take(self, chunk: Chunk, data: torch.Tensor) -> None:
         """`data`: uint8, on any device, the chunk's bytes; free to be overwritten when this returns.
 
-        On a device the copies are only queued: whoever overwrites `data` synchronises first. Raises Aborted
+        On a device the copies are only queued: the code that overwrites `data` synchronises first. Raises Aborted
         `stream_mismatch` for a region that is not the next one of its tensor.
         """
         spec = self._specs[chunk.name]

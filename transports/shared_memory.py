@@ -1,6 +1,6 @@
 """Streams to ranks of the same machine, through memory that sender and receivers share: one copy, into the spare.
 
-The buffers are sealed memory files without a name, passed over a Unix socket: whoever is killed leaves nothing behind.
+The buffers are sealed memory files without a name, passed over a Unix socket: a killed process leaves nothing behind.
 """
 
 from __future__ import annotations

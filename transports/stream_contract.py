@@ -31,11 +31,11 @@ from transports.stream_testing import (
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.manifest import Manifest, TensorSpec
 
-#: A patience that is to end: nobody who does right has anything to do within it.
+#: A patience that is to end: a peer that does right has nothing to do within it.
 SHORT_S = 0.7
 #: One within which others have to do their part: long for a busy machine, short enough to wait for.
 MOMENT_S = 4.0
-#: One that nobody comes to the end of.
+#: One that no peer comes to the end of.
 LONG_S = 30.0
 
 
@@ -187,7 +187,7 @@ class StreamContract(TransportContract):
             self._good(Transfer(sender, hubs, _model(2)).run())
 
     def test_the_last_receiver_may_take_its_time(self) -> None:
-        """The others have everything and are done; what the sender says while it waits disturbs nobody."""
+        """The others have everything and are done; what the sender says while it waits disturbs no receiver."""
         with self._ends(2) as (sender, hubs):
             update = Transfer(sender, hubs, _model(1), bucket_bytes=1024)
             assert update.plan is not None
@@ -236,7 +236,7 @@ class StreamContract(TransportContract):
             good.receivers[0].hub = fresh = self.hub(LONG_S)
             self._good(good.run())
             fresh.close()
-            sender.close()  # it may have come when nobody looked any more
+            sender.close()  # it may have come when no thread looked any more
             late.join(60)
             assert _code(stale.error) == "peer_lost"
             assert stale.progress == []
@@ -252,7 +252,7 @@ class StreamContract(TransportContract):
                 (TensorSpec("t0", "F16", specs[0].shape), *specs[1:]),
                 (TensorSpec("t0", "BF16", specs[0].shape[::-1]), *specs[1:]),
             ):
-                # Both are there when the plan comes: who comes later may find nobody any more.
+                # Both are there when the plan comes: one that comes later may find no sender any more.
                 update = Transfer(sender, hubs, tensors, plan=StreamPlan(wrong, 1024)).run(gathered=True)
                 assert _code(update.sender_error) == "stream_mismatch"
                 assert [_code(receiver.error) for receiver in update.receivers] == ["stream_mismatch"] * 2
@@ -261,7 +261,7 @@ class StreamContract(TransportContract):
             self._good(Transfer(sender, hubs, backwards, bucket_bytes=1024).run())
 
     def test_receivers_disagree_on_the_manifest(self) -> None:
-        """One receiver was promised something else: all end, and nobody has taken a byte."""
+        """One receiver was promised something else: all end, and none has taken a byte."""
         tensors = _model(1)
         with self._ends(2) as (sender, hubs):
             update = Transfer(sender, hubs, tensors)
@@ -284,7 +284,7 @@ class StreamContract(TransportContract):
 
     def test_the_cause_comes_before_what_followed(self) -> None:
         """One receiver finds a fault, the others are told to stop, and only then the sender looks: it names the fault,
-        whoever sits first, and also when it was told that the update has ended."""
+        the one in the first seat, and also when it was told that the update has ended."""
         for failing, told in ((0, False), (1, False), (0, True), (1, True)):
             with self._ends(2) as (sender, hubs):
                 held = HeldSender(sender, 4)

@@ -1,4 +1,4 @@
-"""Doubles of the seam and checkpoints made byte by byte, for tests here and of whoever writes a transport.
+"""Doubles of the seam and checkpoints made byte by byte, for tests here and of other authors of transports.
 
 `TransportContract` (from `transports.contract`) is the conformance suite.
 """

@@ -24,7 +24,7 @@ T = TypeVar("T")
 class LoopThread:
     """An event loop on a daemon thread that lives as long as the process.
 
-    Whoever forks on this loop is the parent of what it starts until the process ends: a kernel that ties a child's
+    The thread of this loop is the parent of what is forked on it until the process ends: a kernel that ties a child's
     life to its parent means the thread.
     """
 
@@ -37,7 +37,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, what: Callable[[], object]) -> None:
-        """From any thread; nobody waits for it."""
+        """From any thread; no caller waits for it."""
         self._loop.call_soon_threadsafe(what)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -138,7 +138,7 @@ class _Exchange:
 
 
 class Face:
-    """An app on a `LoopThread`, for callers on other event loops. `token` opens the app: whoever may call, may all."""
+    """An app on a `LoopThread`, for callers on other event loops. `token` opens the app: its callers may do all."""
 
     def __init__(self, app: ASGIApp, loop: LoopThread, token: str = "") -> None:
         self._app, self._loop, self._token = app, loop, token

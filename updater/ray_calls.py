@@ -226,7 +226,7 @@ def _translated(error: Exception, request: httpx.Request | None) -> httpx.Transp
 
 
 def _cancel(pieces: Any) -> None:
-    """Nobody reads on. A stream that has ended, or whose actor has, needs no cancelling."""
+    """The caller reads no further. A stream that has ended, or whose actor has, needs no cancelling."""
     try:
         ray.cancel(pieces)
     except (RayError, TaskCancelledError, ValueError, TypeError):

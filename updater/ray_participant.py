@@ -46,7 +46,7 @@ class RayParticipant:
         return answered(self._replica, verb, answer["status"], answer["text"].encode())
 
     async def close(self) -> None:
-        """Nothing is held: the actor lives as long as whoever started it wants."""
+        """Nothing is held: the actor lives as long as the process that started it wants."""
 
 
 def participants(settings: Settings) -> ParticipantFactory:

@@ -30,7 +30,7 @@ def error_of(receipt: Receipt, live_version: str | None = None) -> LiveweightsEr
 
 
 def groups_of(told: Iterable[object]) -> tuple[Group, ...]:
-    """From outside. Empty if one of them cannot be read: whoever asks then groups what it has."""
+    """From outside. Empty if one of them cannot be read: the caller then groups what it has."""
     try:
         return tuple(wire.build(Group, each) for each in told)
     except (wire.WireError, ValueError):

@@ -159,7 +159,7 @@ CauseCode = Literal[
     "release_mismatch",
 ]
 CAUSES: frozenset[str] = frozenset(get_args(CauseCode))
-#: Of these alone a client may name a replica: whoever sends a stream sees which receiver does not take it.
+#: Of these alone a client may name a replica: the sender of a stream sees which receiver does not take it.
 PEER_CAUSES = frozenset({"peer_lost", "peer_timeout", "release_mismatch"})
 MAX_CAUSES = 20
 MAX_TEXT = 500

@@ -44,7 +44,7 @@ class _Line:
     async def post(self, target: str, headers: list[tuple[str, str]], body: bytes, limit: int) -> tuple[int, bytes]:
         self.answering = False
         request = h11.Request(method="POST", target=target, headers=[*headers, ("Content-Length", str(len(body)))])
-        # One write, so that it is one packet and nobody waits for an acknowledgement in the middle.
+        # One write, so that it is one packet and neither side waits for an acknowledgement in the middle.
         parts = [self.state.send(request), self.state.send(h11.Data(data=body)), self.state.send(h11.EndOfMessage())]
         self.writer.write(b"".join(part for part in parts if part))
         await self.writer.drain()
@@ -88,7 +88,7 @@ class _Line:
 class Client:
     """Posts to one server. Safe for concurrent calls: each has a connection to itself.
 
-    Raises `BROKEN` errors, TooLong, ConnectionRefusedError where nobody listens; after an error the connection is
+    Raises `BROKEN` errors, TooLong, ConnectionRefusedError where no process listens; after an error the connection is
     closed. A kept connection that turns out to be closed by the server is replaced once: every verb is idempotent.
     Redirects are not followed. `networks`: where the host's addresses must lie; else AddressBarred.
     """

@@ -90,7 +90,7 @@ def combine(
 def _add_up(
     tensor: WireTensor, grid: Cuts | None, atoms: Mapping[Box, Mapping[str, Sequence[int]]]
 ) -> tuple[str | None, list[Failure]]:
-    """The tensor's digest, or None with what is wrong: no cuts, an atom nobody or somebody else holds, copies."""
+    """The tensor's digest, or None with what is wrong: no cuts, an atom that no rank or another rank holds, copies."""
     wanted = list(cells(grid)) if grid is not None else []
     if grid is None or tuple(marks[-1] for marks in grid) != tensor.shape:
         return None, [_plain("placement_refused", tensor.name, "no cuts, or cuts of another shape")]

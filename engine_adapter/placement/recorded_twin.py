@@ -61,7 +61,7 @@ class TwinTensor:
 
 @dataclass(slots=True)
 class Twin:
-    """A model on the meta device that nobody runs, and its `load_weights`."""
+    """A model on the meta device that is never run, and its `load_weights`."""
 
     module: nn.Module
     load: Loader

@@ -27,7 +27,7 @@ class RankAgent:
 
     Verbs of `STAGING_VERBS` belong on a thread of their own, the others on the control thread. Allocates and touches
     the spare at once. `clock`: monotonic seconds. `poison`: fill the spare with NaN before every staging; without it
-    only where nobody promised digests, so that what a source never wrote is still seen. `tell(serial, bytes)`: hears
+    only where no digests are promised, so that what a source never wrote is still seen. `tell(serial, bytes)`: hears
     now and then, on whatever thread reads, how far a staging is. `awaited`: whether a staging verb waits for the one
     that runs; an audit then ends. `host_spare`: see `Spare`; the engine then offers no `flip`.
     """

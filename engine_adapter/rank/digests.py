@@ -1,4 +1,4 @@
-"""Digests of a rank's own memory, made piece by piece so that whoever needs the core gets it soon.
+"""Digests of a rank's own memory, made piece by piece so that a thread that needs the core gets it soon.
 
 The tensor digest is additive over disjoint regions, so the pieces add up to what one pass would give.
 """

@@ -64,7 +64,7 @@ class Spare:
         self.state, self.serial, self.version, self.digest = state, serial, version, digest
 
     def poison(self) -> None:
-        """Every byte of the spare becomes 0xFF (NaN in every float dtype): what nobody writes will be seen."""
+        """Every byte of the spare becomes 0xFF (NaN in every float dtype): what is not written will be seen."""
         for tensor in self.spare.values():
             carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
             tensor.view(carrier).fill_(255 if carrier == torch.uint8 else -1)

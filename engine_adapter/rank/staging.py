@@ -42,7 +42,7 @@ _FOREVER = float("inf")
 
 
 class StagingHalf:
-    """`poison`: fill the spare with NaN before every staging; without it only where nobody promised digests.
+    """`poison`: fill the spare with NaN before every staging; without it only where no digests are promised.
 
     `tell(serial, bytes)` hears now and then how far a staging is. `awaited`: whether another verb waits for the thread.
     """
@@ -173,7 +173,7 @@ class StagingHalf:
     def audit(self, request: RankAudit) -> RankAuditReply:
         """Digests `live` or `spare` again. A spare that differs is no way back any more.
 
-        Nobody waits for it: an install, restore or discard, or the next staging verb, ends it, and it then has checked
+        No verb waits for it: an install, restore or discard, or the next staging verb, ends it, and it then has checked
         nothing.
         """
         state, stop = self._state, threading.Event()

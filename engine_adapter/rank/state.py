@@ -41,7 +41,7 @@ class RankState:
 
     `voted`: serial and fingerprint of the last yes.
 
-    `live_digests`, `spare_digests`: parameter digests as of the vote, or None where nobody looked. `point`: where the
+    `live_digests`, `spare_digests`: parameter digests as of the vote, or None if not computed. `point`: where the
     engine stands while it is paused. `last_install`, `undone`: (serial, attempt) since the last vote. `discarded`: the
     last serial that was. `staging` is held by whichever staging verb runs. `auditing`: ends the audit that reads along
     without holding it.

@@ -24,7 +24,7 @@ class RequestEngine(Protocol):
         """Done when the engine has taken the request; else it raises LiveweightsError and no event will come."""
 
     def cancel(self, request_id: str) -> None:
-        """Nobody waits for an answer: the end of the request comes as a token event."""
+        """No caller waits for an answer: the end of the request comes as a token event."""
 
 
 class Gate:
@@ -222,7 +222,7 @@ class Gate:
         self._door.wake()
 
     def break_down(self, failure: Failure) -> None:
-        """The engine is gone or in doubt: everybody is told, nobody is let in any more. What still runs at the engine
+        """The engine is gone or in doubt: all requests are told, none is let in any more. What still runs at the engine
         is told to end, and `quiesce` waits for it: a replica that is mended does not go on with it.
         """
         self._door.break_down(failure)

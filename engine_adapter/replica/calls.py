@@ -1,4 +1,4 @@
-"""Calls from a front to all ranks of its replica, over one channel each: whoever started the ranks.
+"""Calls from a front to all ranks of its replica, over one channel each, however the ranks were started.
 
 A verb goes to all ranks at once; what each answers, refuses or leaves undone by its death comes back as one result.
 """
@@ -106,7 +106,7 @@ class RankCalls:
             failures = await self._gather(verb, requests, calls, deadline_s)
         finally:
             for call in calls:
-                call.cancel()  # of those still open: nobody waits for them any more
+                call.cancel()  # of those still open: no caller waits for them any more
         if failures:
             raise Aborted(*failures)
         return [call.result() for call in calls]
@@ -116,7 +116,7 @@ class RankCalls:
         return line.call(next(self._numbers), verb, request)
 
     def tell_all(self, verb: str, request: Any) -> None:
-        """To all, and nobody waits for the answers."""
+        """To all, and no caller waits for the answers."""
         for line in self.lines:
             self.tell(line, verb, request).add_done_callback(forget)
 
@@ -186,6 +186,6 @@ def _failures(call: asyncio.Future[Any]) -> tuple[Failure, ...]:
 
 
 def forget(call: asyncio.Future[Any]) -> None:
-    """Nobody waits for this answer; looking at it keeps asyncio quiet."""
+    """No caller waits for this answer; looking at it keeps asyncio quiet."""
     if not call.cancelled():
         call.exception()

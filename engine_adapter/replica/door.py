@@ -76,7 +76,7 @@ class Door:
                 self._waiters.remove(waiter)
 
     def wake(self) -> None:
-        """Whoever waits looks again."""
+        """Requests that wait look again."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -89,14 +89,14 @@ class Door:
         self.wake()
 
     def open(self, version: str) -> bool:
-        """Serve `version`, unless it is broken. Nobody comes in before `wake`."""
+        """Serve `version`, unless it is broken. No request comes in before `wake`."""
         if self._broken is not None:
             return False
         self.version, self._pending, self.is_open = version, "", True
         return True
 
     def break_down(self, failure: Failure) -> None:
-        """Out of service: whoever waits is told by `wake`."""
+        """Out of service: requests that wait are told by `wake`."""
         self.is_open = False
         self._broken = failure
 

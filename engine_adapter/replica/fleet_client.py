@@ -20,7 +20,7 @@ _FIRST_RETRY_S = 0.2
 _LAST_RETRY_S = 5.0
 #: The coordinator knows its members; asking again while joining only covers one that lost its memory meanwhile.
 _REMIND_S = 10.0
-#: Nobody waits for the answer, and the next question comes soon.
+#: No caller waits for the answer, and the next question comes soon.
 _WATCH_DEADLINE_S = 5.0
 
 
@@ -53,7 +53,7 @@ class FleetClient:
         )
 
     async def register(self, admitted: asyncio.Event) -> None:
-        """Until the front was admitted. Retries whatever goes wrong: nobody else could."""
+        """Until the front was admitted. Retries whatever goes wrong: no other code could."""
         delay = _FIRST_RETRY_S
         while not admitted.is_set():
             try:

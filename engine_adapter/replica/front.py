@@ -234,7 +234,7 @@ class Front:
                 settle(caller)
 
     def _close(self) -> None:
-        """The mode comes with the pause that closes; a close without one has nobody to let finish."""
+        """The mode comes with the pause that closes; a close without one has no request to let finish."""
         pausing = self.state.work("pause")
         request = pausing.request if pausing is not None else None
         plan = self.state.plan

@@ -82,7 +82,7 @@ def settings(
     engine: str = "transformers",
     options: Mapping[str, str | int | float | bool] | None = None,
 ) -> FrontSettings:
-    """From the command line; tokens from the environment. Raises LiveweightsError for an engine nobody knows."""
+    """From the command line; tokens from the environment. Raises LiveweightsError for an engine that is not known."""
     factory = ENGINES.get(engine, engine if ":" in engine else "")
     if not factory:
         raise LiveweightsError(Failure("bad_request", f"no engine {engine!r}; known: {', '.join(sorted(ENGINES))}"))

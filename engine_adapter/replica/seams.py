@@ -62,7 +62,7 @@ class Admission(Protocol):
         """Serve `version`: those that wait come in."""
 
     def break_down(self, failure: Failure) -> None:
-        """The engine is gone or in doubt: everybody is told, nobody is let in any more."""
+        """The engine is gone or in doubt: all requests are told, none is let in any more."""
 
     def mend(self) -> None:
         """An audit found the replica in order again; shut until `open`."""

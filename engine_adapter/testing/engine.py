@@ -272,7 +272,7 @@ class ToyEngine:
     # ----- small things
 
     def _rot(self) -> None:
-        """The defect `rot`: memory changes behind everybody's back when the engine goes on after an install."""
+        """The defect `rot`: memory changes unseen when the engine goes on after an install."""
         if not self.options.rot or self._replaced is None or self.rank != self.options.rot_rank:
             return
         live = next(iter(self.model.parameters.values()))

@@ -1,7 +1,7 @@
 """Where the control thread of a rank and its step loop meet: pausing between two steps, on all ranks at one step.
 
 Rank 0 decides: it sends `pause` instead of a step. The others stop when that arrives, and wait for their own
-control thread before they run what comes next, so that nobody steps before its own `unpause`.
+control thread before they run what comes next, so that no rank steps before its own `unpause`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class PauseGate:
             return None if self._broken is None else f"{type(self._broken).__name__}: {self._broken}"
 
     def fail(self, error: BaseException) -> None:
-        """The loop ended: nobody may wait for it."""
+        """The loop ended: no thread may wait for it."""
         with self._changed:
             self._broken = error
             self._changed.notify_all()

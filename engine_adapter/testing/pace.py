@@ -20,7 +20,7 @@ class Pace:
             os.set_blocking(self._end, True)
 
     def wait(self) -> None:
-        """Inside a step, before it computes: one byte for each. At once where nobody holds the other end."""
+        """Inside a step, before it computes: one byte for each. At once where no process holds the other end."""
         if self._end >= 0:
             os.read(self._end, 1)
 

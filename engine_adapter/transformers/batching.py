@@ -42,7 +42,7 @@ class PauseStatus(BackgroundThreadStatus):
 
     All ranks stop as soon as one of them asks. A rank that stopped and is not asked itself within `grace_s` (its
     message was lost, or the asking rank gave up) goes on to the barrier and waits there for the ranks that hold the
-    pause: it can not run a forward before they let go, and nobody is parked for ever (I9).
+    pause: it can not run a forward before they let go, and no rank is parked for ever (I9).
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -75,7 +75,7 @@ class PauseStatus(BackgroundThreadStatus):
         self._condition.notify_all()
 
     def pause_and_wait(self) -> None:
-        """On the loop's thread: park until released, or until the grace is over and nobody here asked."""
+        """On the loop's thread: park until released, or until the grace is over and no pause was asked for here."""
         with self._condition:
             self._paused = True
             self._condition.notify_all()

@@ -1,6 +1,6 @@
 """A second model beside the one that serves: what building it must not touch, and how it is tied like the first.
 
-Only while the engine serves nobody: vLLM's current configuration and torch's default dtype are global to the process.
+While the engine serves no request: vLLM's current configuration and torch's default dtype are global to the process.
 """
 
 from __future__ import annotations

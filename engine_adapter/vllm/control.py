@@ -1,6 +1,6 @@
 """vLLM's engine client as the front uses it: public calls only, each under a deadline, failures typed.
 
-A call that is late is not taken back inside vLLM: whoever asked decides what to do next, and the engine's own queue
+A call that is late is not taken back inside vLLM: the caller decides what to do next, and the engine's own queue
 keeps the order.
 """
 
@@ -60,7 +60,7 @@ class EngineControl:
         await self._answers("liveweights_stand", (number,))
 
     async def resume(self, deadline_s: float) -> None:
-        """Let the engine go on, if we stopped it: whoever else paused it or put it to sleep wakes it."""
+        """Let the engine go on, if we stopped it: another caller that paused it or put it to sleep wakes it."""
         if self._paused:
             await self._within(self._client.resume_generation(), "resume", deadline_s)
             self._paused = False

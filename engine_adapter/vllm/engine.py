@@ -42,7 +42,7 @@ NOTES = (
 
 
 class VllmRankEngine:
-    """`worker`: vLLM's own, with its model loaded. Made while the engine serves nobody."""
+    """`worker`: vLLM's own, with its model loaded. Made while the engine serves no request."""
 
     name = "vllm"
 

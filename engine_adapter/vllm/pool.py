@@ -125,7 +125,7 @@ class AttachedPool:
         return await self._calls.call("pause", request, deadline_s=deadline_s)
 
     async def _label(self, verb: str, request: Any, cache: CachePolicy, deadline_s: float) -> list[Any]:
-        """Ranks first: a label that nobody may read yet does no harm, one that is ahead of its bytes would."""
+        """Ranks first: a label that no client may read yet does no harm, one that is ahead of its bytes would."""
         replies = await self._calls.call(verb, request, deadline_s=deadline_s)
         await self._control.label(request.version, deadline_s)
         self._relabelled(request.version, request.digest, cache)
@@ -172,7 +172,7 @@ def _lines(found: list[tuple[Attach, FrontChannel]]) -> list[RankLine]:
 
 
 async def _part(found: list[tuple[Attach, FrontChannel]], arrived: asyncio.Queue[tuple[Attach, FrontChannel]]) -> None:
-    """Nobody is kept who came when not all did (I6)."""
+    """No worker is kept that came when not all did (I6)."""
     while not arrived.empty():
         found.append(arrived.get_nowait())
     for _, channel in found:

@@ -57,7 +57,7 @@ async def _one(http: httpx.AsyncClient, prompt: tuple[int, ...], max_tokens: int
 
 
 def refuses(replica: str, min_version: str) -> bool:
-    """Whether the replica turns a request down that wants a version which nobody has published."""
+    """Whether the replica turns a request down that wants a version that is not published."""
     body = {"prompt": [65], "max_tokens": 1, "liveweights": {"min_version": min_version}}
     answer = httpx.post(f"{replica}/v1/completions", json=body, timeout=REPLY_S, trust_env=False)
     return answer.status_code == 409 and answer.json()["code"] == "version_not_served"

@@ -1,4 +1,4 @@
-"""What the wheel holds, that it works where the tree is not, and that the tree names nobody's machine."""
+"""What the wheel holds, that it works where the tree is not, and that the tree names no author's machine."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_sender_that_never_comes() -> None:
         for thread in [receiver.start(offer, at) for at, receiver in enumerate(waiting)]:
             thread.join(60)
         assert [code(receiver.error) for receiver in waiting] == ["peer_timeout"] * 2
-        sender.abort("nobody sends")
+        sender.abort("no tensor is sent")
         for hub in hubs:
             hub.patience_s = None
         good(sender, hubs)
@@ -93,7 +93,7 @@ def test_a_sender_that_never_comes() -> None:
 def test_one_rank_is_given_an_address_where_nobody_is() -> None:
     """It says so at once, with the address; the sender and the other rank name it within their time."""
     unused = socket.socket()
-    unused.bind(("127.0.0.1", 0))  # taken, so that nobody else listens there, and not listening itself
+    unused.bind(("127.0.0.1", 0))  # taken, so that no other process listens there, and not listening itself
     nowhere = f"127.0.0.1:{unused.getsockname()[1]}"
     with unused, ends(2) as (sender, hubs):
         update = Transfer(sender, hubs, model(1), seats=seats_for(1, 1), deadline_s=1.5)

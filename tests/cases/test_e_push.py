@@ -111,7 +111,7 @@ def test_what_was_pushed_is_what_every_rank_holds_whichever_way_it_went(stage: S
 
 
 class Forgetful:
-    """A sender that hands out memory nobody reads: what it sends is whatever lay in its buffers."""
+    """A sender that hands out memory that no receiver reads: what it sends is whatever lay in its buffers."""
 
     def __init__(self, inner: StreamSender) -> None:
         self._inner = inner
@@ -180,7 +180,7 @@ def test_an_ungathered_parameter_is_refused_before_anything_of_it_is_sent(stage:
 
 @pytest.mark.parametrize("kind", STREAMS)
 def test_a_tied_head_that_is_not_the_embedding_is_refused(stage: Stage, kind: str) -> None:
-    """Nobody stores it; it is digested as it passes."""
+    """No rank stores it; it is digested as it passes."""
     step, tensors = stage.next()
     sender = make_sender(kind)
     other = {**tensors, HEAD: tensors[EMBEDDING] + 1}

@@ -25,7 +25,7 @@ from transports.stream_testing import Transfer, seats_for
 from transports.testing import refused
 from updater.core.errors import Aborted
 
-#: What a reused buffer holds while nobody may look at it.
+#: What a reused buffer holds while no process may look at it.
 POISON = 0xAB
 
 
@@ -61,7 +61,7 @@ def test_a_fused_tensor_from_three_that_came_through_one_reused_buffer() -> None
 @pytest.mark.case("B120")
 @pytest.mark.slow
 def test_four_ranks_and_handles_for_two() -> None:
-    """Nobody gets a byte; the two that have no handle are listed; a seat has one holder."""
+    """No receiver gets a byte; the two that have no handle are listed; a seat has one holder."""
     sender, hubs = SharedMemorySender(), [SharedMemoryHub() for _ in range(4)]
     held = {"w": noise("BF16", (64, 64), 1)}
     update = Transfer(sender, hubs, held, seats=seats_for(4), deadline_s=4.0).run(absent=(1, 3), gathered=True)

@@ -59,7 +59,7 @@ def test_a_prompt_cached_under_the_old_version_is_computed_anew(stage: Stage) ->
 
 @pytest.mark.case("B131")
 def test_invalidation_is_part_of_the_commit(stage: Stage) -> None:
-    """Nobody flushes anything, and a reopening before the invalidation is refused."""
+    """No cache is flushed, and a reopening before the invalidation is refused."""
 
     async def scene(c: HandCoordinator) -> None:
         await c.complete(PROMPT)

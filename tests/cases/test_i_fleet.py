@@ -642,7 +642,7 @@ def test_the_way_back_is_the_kept_copy_and_not_the_disk(stage: Stage) -> None:
     version = fleet.get("/v1/version")
     assert (version["version"], version["digest"]) == (old, held.version["digest"])
     assert version["rollback_to"] == new
-    # One that was staged has spent it, and nobody pretends otherwise.
+    # One that was staged has spent it, and no status says otherwise.
     folder = stage.copy(stage.good[0])
     rewrite(folder, with_nan(tensors_of(folder)))
     bad = fleet.push(folder, stage.step, id="way-back-nan")
@@ -685,7 +685,7 @@ class Asked:
                 f"{self.url}/v1/completions", json={"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True}
             )
         except httpx.TransportError:
-            return False  # nobody listens
+            return False  # no process listens
         told = answer.json()
         if answer.status_code != 200:
             assert answer.status_code == 503, told
@@ -722,7 +722,7 @@ def test_a_killed_replica_that_comes_back_with_base_weights_serves_nothing_befor
         process.wait(HANG_S)
         assert psutil.wait_procs(ranks, timeout=HANG_S)[1] == []
         fleet.until(lambda: member(stage, "third")["state"] == "lost")
-        # Nobody knows what it serves: no version passes it.
+        # It is not known what it serves: no version passes it.
         blocked = fleet.push(stage.next_good(), stage.step, id="blocked")
         assert (blocked.status_code, blocked.json()["code"]) == (409, "member_blocked")
         assert {failure["replica"] for failure in blocked.json()["failures"]} == {"third"}

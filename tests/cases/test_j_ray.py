@@ -161,7 +161,7 @@ def test_an_actor_killed_in_staging_aborts_the_update_and_the_others_serve_on(fl
     # What is live came by a stream that is over: its next life has nothing to catch up from, and stays shut.
     until(lambda: _standing(fleet, "two") == "joining")
     assert ask(fleet.replicas["two"].version.remote())["body"]["state"] == "joining"
-    # Until the next update brings it along, like everybody.
+    # Until the next update brings it along, like all members.
     step = fleet.next()
     with Pusher(str(Address("coordinator", fleet.namespace)), transport="broadcast") as pusher:
         assert pusher.push(weights(7), step).outcome == "committed"
@@ -201,7 +201,7 @@ def test_an_actor_that_is_gone_for_good_is_known_to_be_gone_at_once(fleet: Fleet
 
     assert asyncio.run(status()).replica == "two"
     ray.kill(fleet.replicas.pop("two"))
-    # By the handle that is known, and then by a name that nobody has.
+    # By the handle that is known, and then by a name that no actor has.
     for _way in range(2):
         until(lambda: _known_to_be_gone(status))
     error = code_of(lambda: fleet.client.update({"path": str(fleet.other()), "version": fleet.next()}))

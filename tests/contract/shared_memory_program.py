@@ -26,7 +26,7 @@ from updater import wire
 from updater.core.errors import LiveweightsError
 from updater.core.participant import Seats, StreamOffer
 
-#: Nobody here is the one who loses patience: whoever is to, is in the process of the test.
+#: No receiver here loses patience first: the one that is to, is in the process of the test.
 PATIENCE_S = 60.0
 
 

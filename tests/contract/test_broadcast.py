@@ -176,7 +176,7 @@ class Counting(GlooGroup):
 def test_nothing_is_posted_before_everybody_has_room() -> None:
     """One receiver stands still at the third bucket: the next one is under way, and no more are posted."""
     sender, hubs = BroadcastSender(make_group=Counting), [BroadcastHub(30.0), BroadcastHub(30.0)]
-    held = HeldSender(sender, 4, then_s=0.5)  # patient until nobody but the one that stands still has anything to do
+    held = HeldSender(sender, 4, then_s=0.5)  # patient until only the one that stands still has anything to do
     still, go_on, seen = threading.Event(), threading.Event(), []
 
     def stand_still(chunk: Chunk, _data: torch.Tensor) -> None:

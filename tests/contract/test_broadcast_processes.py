@@ -23,7 +23,7 @@ PROGRAM = Path(__file__).with_name("broadcast_program.py")
 SMALL = (1, 3, 4096)
 #: Tensors that fill a bucket each, larger than what the kernel holds between two processes.
 LARGE = (2, 4, 16 << 20)
-#: Patience that nobody comes to the end of, and one that is to end. Within that the others may still have to do their
+#: Patience that no peer comes to the end of, and one that is to end. Within that the others may still have to do their
 #: part, as on a machine that is busy otherwise.
 LONG_S, SHORT_S = 60.0, 6.0
 SEATS = seats_for(1, 2)

@@ -42,7 +42,7 @@ from updater.core.participant import StreamOffer
 
 pytestmark = pytest.mark.engine
 HANG_S = 90.0
-#: A patience that is to end: nobody but a process that was stopped has anything to do within it.
+#: A patience that is to end: only a process that was stopped has anything to do within it.
 SHORT_S = 1.5
 
 
@@ -243,7 +243,7 @@ def test_a_sender_process_that_is_stopped_and_killed(
     thread.join(HANG_S)
     assert mapped() == 2
     files = len(os.listdir("/proc/self/fd"))
-    idle.kill()  # between two updates: nobody has to come for it to be noticed
+    idle.kill()  # between two updates: no receiver has to come for it to be noticed
     until(lambda: mapped() == 0)
     assert len(os.listdir("/proc/self/fd")) < files
 

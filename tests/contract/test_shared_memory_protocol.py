@@ -339,7 +339,7 @@ def memory_files(process: int | str) -> set[int]:
 
 @pytest.mark.case("B206")
 def test_a_forked_worker_holds_nothing_of_a_stream() -> None:
-    """Whoever waits for the trainer's end does not wait for its data loaders too."""
+    """A receiver that waits for the trainer's end does not wait for its data loaders too."""
     here, there = (Line(each, 1 << 10) for each in socket.socketpair(socket.AF_UNIX))
     held = memory_files("self")
     listener, file = Listener(f"{NAME}-forked"), memfd.SealedFile(1 << 16)

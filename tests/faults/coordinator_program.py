@@ -33,7 +33,7 @@ class Dying(Journal):
 def main() -> None:
     state, root, port, *when = sys.argv[1:]
     Dying.when = " ".join(when)
-    # Nobody stands still here: who is slow must not count as lost.
+    # No process stands still here: one that is slow must not count as lost.
     deadlines = Deadlines(status_s=30.0, probe_every_s=0.2, retry_first_s=0.02, shutdown_s=60.0)
     serve(Settings(state=Path(state), roots=(Path(root),), port=int(port), deadlines=deadlines, new_fleet=True), Dying)
 

@@ -139,7 +139,7 @@ BROKEN: dict[str, tuple[str, Callable[[], Evidence]]] = {
     "a committed version that does not serve": ("receipt", lambda: replace(good(), rest=view("start", "old"))),
     "an aborted one that does": ("receipt", lambda: replace(refused(), rest=view("0-1", "new"))),
     "served under another digest than its receipt's": ("receipt", lambda: replace(good(), rest=view("0-1", "other"))),
-    "a new version that nobody published": (
+    "a new version that was not published": (
         "receipt",
         lambda: replace(refused(), answer=None, history={}, rest=view("0-1", "new")),
     ),

@@ -286,7 +286,7 @@ def test_paths_that_no_client_library_would_send_are_closed_too(tmp_path: Path) 
 
 
 def answers(port: int, path: str, headers: str = "") -> int:
-    """The status of one raw request, 0 when nobody listens."""
+    """The status of one raw request, 0 when no process listens."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=GUARD_S) as connection:
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n{headers}Connection: close\r\n\r\n".encode())

@@ -39,7 +39,7 @@ class Service:
         raise AssertionError("it does not answer")
 
     def epoch(self) -> int:
-        """0: nobody answers."""
+        """0: no server answers."""
         try:
             answer = httpx.get(f"http://127.0.0.1:{self.port}/v1/version", timeout=2.0, trust_env=False)
         except httpx.HTTPError:

@@ -100,7 +100,7 @@ class World:
     # ----- asking
 
     def asked(self, port: int, path: str, **members: Any) -> httpx.Response | None:
-        """None while nobody answers."""
+        """None while no server answers."""
         try:
             address = f"http://127.0.0.1:{port}{path}"
             return self.http.post(address, json=members) if members else self.http.get(address)
@@ -240,7 +240,7 @@ def test_a_member_that_was_declared_dead_and_wakes_up_joins_again_in_the_same_pr
 
 
 @pytest.mark.case("F10")
-def test_the_loss_of_a_journal_shuts_nobody_and_begins_no_other_fleet(world: World) -> None:
+def test_the_loss_of_a_journal_shuts_no_replica_and_begins_no_other_fleet(world: World) -> None:
     label, identity = world.serves("a"), world.fleet()["identity"]
     world.restart(world.new_state())
     world.end(world.replicas["b"])

@@ -227,7 +227,7 @@ def test_a_killed_rank_costs_no_buffer() -> None:
         good(push(sender, doomed, moved), tensors)
         doomed.kill()
         fresh = offer_of(sender, seats_for(1))
-        with pytest.raises(Aborted):  # nobody is left to come
+        with pytest.raises(Aborted):  # no receiver is left to come
             send_all(sender, fresh, StreamPlan(specs_of(tensors), BUCKET), moved, 0.5)
     until(lambda: allocated() == before)
     sender.close()

@@ -29,13 +29,13 @@ from updater.settings import Deadlines, Settings
 HANG_S = 300.0  # only a hang reaches it
 STORE_BYTES = 80 << 20
 TOKENS = 6
-#: Nobody here is lost for being slow to answer: who dies is known by its end.
+#: No process here is lost for being slow to answer: one that dies is known by its end.
 DEADLINES = Deadlines(probe_every_s=0.5, status_s=60.0, lost_after=2, retry_first_s=0.02, shutdown_s=10.0)
 #: Ray's own: limits that only a hang reaches, and no death of an actor by whatever else goes on on this machine.
 RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # by default any other busy process takes nearly all of the time from an actor
-    "RAY_memory_monitor_refresh_ms": "0",  # nobody is killed because the machine's memory is nearly full
+    "RAY_memory_monitor_refresh_ms": "0",  # no process is killed because the machine's memory is nearly full
     "RAY_local_fs_capacity_threshold": "1",  # nor refused because its disk is
     "RAY_gcs_server_port_wait_time_s": f"{HANG_S:.0f}",
     "RAY_raylet_start_wait_time_s": "60",  # where a node has died it is waited for as long
@@ -68,7 +68,7 @@ class Nodes:
             wanted |= {"include_dashboard": False, "_system_config": {"health_check_period_ms": 1000}}
         before = children(recursive=False)
         try:
-            self._cluster.add_node(**wanted, no_monitor=True, include_log_monitor=False)  # nobody reads what these say
+            self._cluster.add_node(**wanted, no_monitor=True, include_log_monitor=False)  # no test reads what these say
         except Exception as error:  # as plain as Ray raises it
             logging.warning("a node did not start: %s", error)
             for process in children(recursive=False) - before:
@@ -154,7 +154,7 @@ class Fleet:
         assert told["body"]["liveweights"]["version"] == version
 
     def ended(self, update: str) -> Receipt:
-        """Its receipt, however it ended and whoever coordinates by then."""
+        """Its receipt, however it ended and whichever coordinator there is by then."""
         receipts: list[Receipt] = []
 
         def told() -> bool:
@@ -177,7 +177,7 @@ class Fleet:
         until(lambda: self.client.status(update).phase == phase)
 
     def open(self) -> None:
-        """Until the coordinator knows that everybody serves: a front opens before its word of that has come back."""
+        """Until the coordinator knows that all members serve: a front opens before its word of that has come back."""
         until(lambda: {member.state for member in self.client.fleet().members} == {"open"})
 
 
@@ -254,7 +254,7 @@ def end_tree(process: psutil.Process) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether it has not ended. One that nobody has collected has: not every machine's first process collects."""
+    """Whether it has not ended. One that is not collected yet has: not every machine's first process collects."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -74,7 +74,7 @@ def test_curl_push_commits_and_refuses(fleet: Fleet) -> None:
     assert stale.returncode == 22
     assert json.loads(stale.stdout)["code"] in ("stale_version", "id_reused")
     code, back = cli("rollback", "--url", fleet.url)
-    assert (code, back["outcome"], back["proof"]) == (0, "committed", "structure_only")  # nobody ever gave digests
+    assert (code, back["outcome"], back["proof"]) == (0, "committed", "structure_only")  # there never were digests
 
 
 def test_pushed_state_dict_is_live_with_digests(fleet: Fleet) -> None:

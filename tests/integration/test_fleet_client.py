@@ -186,7 +186,7 @@ def test_who_was_removed_is_known_to_the_next_life_of_the_coordinator(tmp_path: 
 
 
 @pytest.mark.case("F10", "F09")
-def test_a_coordinator_that_recovers_or_does_not_know_shuts_nobody(
+def test_a_coordinator_that_recovers_or_does_not_know_shuts_no_replica(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(service: LocalService, wire: Wire) -> None:
@@ -200,7 +200,7 @@ def test_a_coordinator_that_recovers_or_does_not_know_shuts_nobody(
             for each in (front, mate, front):
                 assert await claimed(client(Wire(emptied), each), each) == "unknown"
             errors = [record for record in caplog.records if record.levelname == "ERROR"]
-            assert len(errors) == 1  # whoever calls, the hold is one
+            assert len(errors) == 1  # whichever front calls, the hold is one
             ready = await emptied.get("/readyz")
             assert (ready.status_code, ready.json()["code"]) == (503, "adopt_needed")
             fleet = (await emptied.get("/v1/fleet")).json()

@@ -53,7 +53,7 @@ def until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
                 if client.get("/readyz").status_code == 200:
                     return
             except httpx.TransportError:
-                pass  # nobody listens yet
+                pass  # no process listens yet
             time.sleep(0.1)  # between two questions; the deadline is START_S
     raise AssertionError(log.read_text())
 
@@ -139,7 +139,7 @@ def test_an_engine_that_cannot_start_exits_non_zero_and_leaves_nothing(tmp_path:
 
 
 def test_a_quarantined_replica_is_readmitted_by_its_operator(tmp_path: Path) -> None:
-    """A cache that does not clear, then a rank that does not go back: nobody serves that until it was proved."""
+    """A cache that does not clear, then a rank that does not go back: no front serves that until it was proved."""
     torch.set_num_threads(1)
     roots = tmp_path / "checkpoints"
     old, new = make_toy_checkpoint(roots / "old", seed=7), make_toy_checkpoint(roots / "new", seed=8)

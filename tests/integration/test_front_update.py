@@ -176,7 +176,7 @@ def test_a_lease_ends_by_its_own_timer_too(stage: Stage) -> None:
         before = await c.status()
         serial, path, version = stage.next()
         await c.prepare(serial, path, version)
-        # Shorter than a pause may take, which is then refused: either way nobody has to ask for the reopening.
+        # Shorter than a pause may take, which is then refused: either way no client has to ask for the reopening.
         with suppress(LiveweightsError):
             await c.pause(serial, lease_s=0.2)
         status = await c.until(lambda status: status.state is FrontState.OPEN)

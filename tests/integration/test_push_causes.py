@@ -1,4 +1,4 @@
-"""What ended a push is told to everybody: to every rank of the trainer, and in the receipt of the update.
+"""What ended a push is told everywhere: to every rank of the trainer, and in the receipt of the update.
 
 Three processes hold a checkpoint sharded over gloo; in each story something goes wrong on one of them.
 """
@@ -163,7 +163,7 @@ def test_whatever_the_cause_it_is_told_with_its_rank_and_tensor(
 
 
 def test_the_callers_own_code_fails_on_the_sending_rank(trainer: Trainer) -> None:
-    """After the source has given all: nobody is left in the middle of it."""
+    """After the source has given all: no rank is left in the middle of it."""
     told = trainer.push("broadcast", "raises while it sends", 0, 0)
     same_everywhere(told, "rank_failed", 0, trainer.names[0])
     assert {each["walked"] for each in told} == {len(trainer.names)}

@@ -100,7 +100,7 @@ def test_verbs_of_the_actors_are_those_of_http(fleet: Fleet) -> None:
     status = ask(one.status.remote())
     assert (status["status"], status["body"]["state"]) == (200, "open")
     assert ask(one.install.remote({}))["status"] == 400
-    # What takes long has its own room: nobody can put it into control's.
+    # What takes long has its own room: no call can put it into control's.
     assert ask(one.request.remote("POST", "/v1/completions", "{}"))["status"] == 400
 
 
@@ -170,7 +170,7 @@ def test_an_update_gets_through_two_thousand_pending_generate_calls(fleet: Fleet
     assert {answer["liveweights"].get("reason") for answer in cut} >= {"aborted_by_update"}
     for call in pending:
         ray.cancel(call)
-    # Whoever gives up leaves nothing behind, at the gate or in the engine (I6).
+    # A caller that gives up leaves nothing behind, at the gate or in the engine (I6).
     until(lambda: _gauge(two, "in_flight") + _gauge(two, "waiting") == 0)
     for name in fleet.replicas:
         fleet.serves(name, path, f"0-{step}")

@@ -92,5 +92,5 @@ def test_the_engine_answers_like_the_checkpoint_that_was_published(stage: Stage,
     assert min(expected.margins) > SAFE_MARGIN
     assert (tokens, version) == (list(expected.tokens), receipt["version"])
     assert tokens != before
-    # The same bytes, whoever sent them and whichever way.
+    # The same bytes, from whichever sender and on whichever way.
     assert stage.observed.setdefault(which, receipt["observed"]) == receipt["observed"]

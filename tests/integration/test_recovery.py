@@ -45,7 +45,7 @@ class World:
         return fronts
 
 
-#: held verb -> what is live in the end. From `decided` on, going on needs everybody's word that it installed.
+#: held verb -> what is live in the end. From `decided` on, going on needs every member's word that it installed.
 PHASES = {
     "plan": "0-7",
     "stage": "0-7",
@@ -148,7 +148,7 @@ class NoFacts(Journal):
         self.put_receipt("no such request", facts)
 
 
-def test_a_journal_that_fails_before_the_pause_stops_the_coordinator_and_pauses_nobody(tmp_path: Path) -> None:
+def test_a_journal_that_fails_before_the_pause_stops_the_coordinator_and_pauses_no_replica(tmp_path: Path) -> None:
     world = World(tmp_path)
 
     async def main() -> None:

@@ -201,7 +201,7 @@ def test_two_ranks_that_hold_each_others_slice_are_caught(name: str) -> None:
 
 
 def test_one_wrong_replicated_copy_is_caught_without_any_promise() -> None:
-    """Structure only: nobody promised digests, but the copies of a head must agree."""
+    """Structure only: no digests are promised, but the copies of a head must agree."""
     tensors = checkpoint(7)
     made = replica(tensors, 4, digests=False)
     other = tensors | {"l.attn.k_proj.weight": tensors["l.attn.k_proj.weight"] + 1}

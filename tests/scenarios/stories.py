@@ -37,7 +37,7 @@ def fleet(sim: Simulation, names: str = "ab") -> None:
 
 
 def publish(sim: Simulation, step: int) -> None:
-    """What a story begins from: a version that everybody serves, not part of the transcript."""
+    """What a story begins from: a version that all members serve, not part of the transcript."""
     sim.begin(f"v{step}", step)
     sim.settle()
     ended(sim, Outcome.COMMITTED)
@@ -57,7 +57,7 @@ def call(sim: Simulation, *names: str) -> None:
 
 
 def held(sim: Simulation) -> str:
-    """Why the coordinator publishes nothing and admits nobody, as a code."""
+    """Why the coordinator publishes nothing and admits no replica, as a code."""
     assert sim.state is not None
     return sim.state.hold.code if sim.state.hold else ""
 
@@ -125,7 +125,7 @@ def three_versions_and_a_rollback(sim: Simulation) -> None:
 
 @story
 @pytest.mark.case("B169", "B175")
-def a_refused_vote_pauses_nobody(sim: Simulation) -> None:
+def a_refused_vote_pauses_no_replica(sim: Simulation) -> None:
     """The vote of one rank is enough."""
     fleet(sim)
     sim.begin("bad", 0, manifest="something else")
@@ -585,8 +585,8 @@ def a_frozen_coordinator_wakes_up(sim: Simulation) -> None:
 
 
 @story
-def an_emptied_journal_shuts_nobody(sim: Simulation) -> None:
-    """13, F10: fronts with history stay open and obey nothing; nobody is admitted until an operator adopts them."""
+def an_emptied_journal_shuts_no_replica(sim: Simulation) -> None:
+    """13, F10: fronts with history stay open and obey nothing; no replica is admitted until an operator adopts them."""
     fleet(sim)
     publish(sim, 3)
     sim.lose_journal()
@@ -621,7 +621,7 @@ def an_emptied_journal_shuts_nobody(sim: Simulation) -> None:
 
 @story
 def a_new_fleet_waits_for_an_older_one_to_call(sim: Simulation) -> None:
-    """F10: nothing is published and nobody admitted before two watch intervals went by in silence."""
+    """F10: nothing is published and no replica admitted before two watch intervals went by in silence."""
     sim.lose_journal()
     sim.restart()
     for name in "ab":
@@ -664,7 +664,7 @@ def an_older_journal_follows_what_all_members_prove(sim: Simulation) -> None:
 
 @story
 def an_older_journal_and_a_silent_member(sim: Simulation) -> None:
-    """F11: one of them does not answer, so nothing is proved: nothing is published, nobody admitted and nobody shut."""
+    """F11: one of them does not answer, so nothing is proved: nothing is published, none admitted and none shut."""
     fleet(sim)
     publish(sim, 1)
     older = sim.disk.copy()
@@ -723,7 +723,7 @@ def an_older_journal_that_does_not_know_a_member(sim: Simulation) -> None:
 
 @story
 def an_older_journal_whose_members_contradict_nothing(sim: Simulation) -> None:
-    """F11: nobody proves that it is old, so what is asked of it waits until the one that joined later has called."""
+    """F11: no member proves that it is old, so what is asked of it waits until the one that joined later has called."""
     fleet(sim, "a")
     publish(sim, 1)
     older = sim.disk.copy()
@@ -750,7 +750,7 @@ def an_older_journal_whose_members_contradict_nothing(sim: Simulation) -> None:
 
 @story
 def two_coordinators_with_two_journals(sim: Simulation) -> None:
-    """F09: the fleet is adopted while its coordinator stands still; woken up, that is obeyed by nobody, and stops."""
+    """F09: the fleet is adopted while its coordinator stands still; woken up, that is obeyed by no front, and stops."""
     fleet(sim)
     publish(sim, 1)
     frozen = sim.park()
@@ -1008,7 +1008,7 @@ def the_coordinator_dies_between_two_installs(sim: Simulation) -> None:
 
 @story
 def the_coordinator_dies_at_the_commit_point(sim: Simulation) -> None:
-    """Published, and nobody has been told: forward, whatever else."""
+    """Published, and no front has been told: forward, whatever else."""
     fleet(sim)
     sim.begin("u", 0)
     sim.run(until=Phase.RESUMING)
@@ -1262,7 +1262,7 @@ def rotten_bytes_are_not_readmitted(sim: Simulation) -> None:
 
 @story
 def a_restore_that_failed_is_finished_by_a_readmission(sim: Simulation) -> None:
-    """One rank was taken back and the other was not: nobody may serve that, and a readmission ends it."""
+    """One rank was taken back and the other was not: no front may serve that, and a readmission ends it."""
     fleet(sim)
     sim.do_fault("b", "invalidate", "cache_not_reset")
     sim.do_fault("b", "restore", "rank_failed", after=1)

@@ -111,7 +111,7 @@ def test_a_joiner_with_other_weights_and_nothing_to_read_them_from_says_so(
             (failure,) = seen["failures"]
             assert (failure["code"], failure["replica"]) == ("no_source", "two")
             assert failure["hint"]
-            # Nobody serves: then it is what /readyz has to say.
+            # No replica serves: then it is what /readyz has to say.
             one.die(Failure("rank_died", "gone"))
             await service.advance(5)
             problem = (await service.get("/readyz")).json()

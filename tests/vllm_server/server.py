@@ -303,7 +303,7 @@ def _environment(ranks: int, changes: Mapping[str, str | None]) -> dict[str, str
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A free port that stays bound, so that nobody else is given it; who asks for it by number can still listen."""
+    """A free port that stays bound, so that no other process is given it; one that asks for its number may listen."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

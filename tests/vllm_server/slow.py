@@ -20,7 +20,7 @@ STEP_S = 0.03
 
 
 def kernels_of(slow: Path) -> Path:
-    """The file that holds what a worker was told of the kernels that it may use. (Nobody else can read it there: a
+    """The file that holds what a worker was told of the kernels that it may use. (No other code can read it there: a
     process that gives itself a name overwrites its environment.)"""
     return slow.with_suffix(".kernels")
 

@@ -99,7 +99,7 @@ def test_a_tied_model_accepts_an_equal_head_and_says_so(fleet: Fleet, new: Tenso
 @pytest.mark.case("B038")
 @pytest.mark.parametrize("transport", ["disk", "shared_memory"])
 def test_a_tied_model_refuses_another_head(fleet: Fleet, new: Tensors, transport: str) -> None:
-    """Nobody stores it: it is read all the same, also from a bare folder that promises no digest."""
+    """No rank stores it: it is read all the same, also from a bare folder that promises no digest."""
     other = new[EMBEDDING].clone()
     other[7, 7] += 1
     assert found(refused(fleet, new | {HEAD: other}, transport)) == {("tensor_digest", HEAD)}

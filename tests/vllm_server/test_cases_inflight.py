@@ -101,7 +101,7 @@ def test_a_prompt_served_on_the_old_version_is_computed_anew(fleet: Fleet) -> No
 
 @pytest.mark.case("B131")
 def test_the_invalidation_is_part_of_the_commit(fleet: Fleet) -> None:
-    """Nobody flushes anything, and nobody slept: eight updates in a row, and never a block of another one."""
+    """No cache is flushed, and no engine slept: eight updates in a row, and never a block of another one."""
     for _ in range(8):
         fleet.publish(fleet.other)
         first, again = (fleet.server.complete(SHARED, COUNT) for _ in range(2))

@@ -156,7 +156,7 @@ def test_a_norm_of_zeros_is_suspicious_also_where_the_trainer_means_it(fleet: Fl
 
 
 class Forgetful:
-    """A sender that hands out memory nobody reads: what it sends is whatever lay in its buffers."""
+    """A sender that hands out memory that no receiver reads: what it sends is whatever lay in its buffers."""
 
     def __init__(self, inner: StreamSender) -> None:
         self._inner = inner

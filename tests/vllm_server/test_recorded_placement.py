@@ -50,7 +50,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class OneOf:
-    """The tensor parallel group of a rank whose peers do not exist: layers ask for their share, nobody communicates."""
+    """The tensor parallel group of a rank whose peers do not exist: layers ask for their share, none communicates."""
 
     rank_in_group: int
     world_size: int

@@ -577,7 +577,7 @@ def _idle() -> nn.Module:
 
 
 def test_a_layer_that_is_packed_in_another_way_has_no_state() -> None:
-    """Nobody knows then what dtype its kernel is for."""
+    """It is not known then what dtype its kernel is for."""
     with pytest.raises(ValueError):
         LayerTwin(0, _idle(), Method(packs_by_default_dtype=True)).build({"weight": torch.ones(2, 3)})
 

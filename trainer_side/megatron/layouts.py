@@ -62,7 +62,7 @@ def columns(tensor: torch.Tensor, place: Place) -> Iterator[Cut]:
 
 
 def vocabulary(tensor: torch.Tensor, place: Place) -> Iterator[Cut]:
-    """Dimension 0 over the ranks, and the padding at its end belongs to nobody."""
+    """Dimension 0 over the ranks, and the padding at its end belongs to no rank."""
     count, seat = tensor.shape[0], place.seat
     real = place.geometry.vocabulary or count * seat.size
     if real > count * seat.size:

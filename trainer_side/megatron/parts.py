@@ -123,7 +123,7 @@ class MegatronPart:
 
     @contextlib.contextmanager
     def _with_peer(self, region: Region) -> Iterator[None]:
-        """torch says that a peer is gone, or was too slow, by a RuntimeError that names nobody."""
+        """torch says that a peer is gone, or was too slow, by a RuntimeError that names no rank."""
         try:
             yield
         except RuntimeError as error:

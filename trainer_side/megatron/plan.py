@@ -40,7 +40,7 @@ def agree(
     """Collective. Every rank says what it holds, or what is wrong with it; every rank gets or raises the same.
 
     In the order of names, numbers in them by value. Raises Rejected `tensor_missing` where something is held by
-    nobody, `tensor_shape`, `tensor_dtype` or `placement_refused` where ranks contradict each other.
+    no rank, `tensor_shape`, `tensor_dtype` or `placement_refused` where ranks contradict each other.
     """
     error = held if isinstance(held, LiveweightsError) else None
     if (fault := lockstep.agree(error)) is not None:
@@ -110,7 +110,7 @@ def _tiles(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
             raise Rejected(Failure(code, f"regions {boxes} do not follow each other", tensor=name))
         reached += box.size[cut[0]]
     if reached != shape[cut[0]]:
-        raise Rejected(Failure("tensor_missing", f"nobody holds {reached} and on of {list(shape)}", tensor=name))
+        raise Rejected(Failure("tensor_missing", f"no rank holds {reached} and on of {list(shape)}", tensor=name))
 
 
 def _absent(layers: set[int], experts: dict[int, set[int]], geometry: Geometry) -> Iterable[Failure]:

@@ -109,7 +109,7 @@ class FlatPart:
         return total & MASK
 
     def whole(self, sender: bool) -> torch.Tensor | None:
-        """Owners send their runs, in the order of ranks; nobody else takes part."""
+        """Owners send their runs, in the order of ranks; no other rank takes part."""
         group = self._group
         ranks = dist.get_process_group_ranks(group)
         if self.tensor.sender not in ranks:

@@ -101,7 +101,7 @@ class PartsSource:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         for part in self._parts:
-            # Held by nobody here while the next one is gathered; and on the others never handed on.
+            # Not held here while the next one is gathered; and on the others never handed on.
             yield part.spec.name, self._whole(part)
 
     def check_untouched(self) -> None:

@@ -64,7 +64,7 @@ class Round:
                 raise named(self.offer, "peer_timeout", late, "did not join the group") from None
 
     def post(self, group: Group, data: torch.Tensor, go: bytes, deadline: float) -> None:
-        """When the bucket before has left, and everybody has room for this one."""
+        """When the bucket before has left, and all receivers have room for this one."""
         self.settle(deadline)
         self.until(lambda peer: peer.ready > self.sent, deadline, f"has no room for bucket {self.sent}")
         self.tell(go)
@@ -89,7 +89,7 @@ class Round:
                 raise named(self.offer, "peer_timeout", self._behind(), why) from None
 
     def until(self, true: Callable[[Peer], bool], deadline: float, why: str) -> None:
-        """Raises Aborted `peer_timeout` with everybody of whom it is not true in time."""
+        """Raises Aborted `peer_timeout` with all those of whom it is not true in time."""
         while late := [number for number, peer in self.peers.items() if not true(peer)]:
             try:
                 self.hear(self.wait(self.peers.values(), deadline))
@@ -102,24 +102,24 @@ class Round:
                 peer.channel.post(message)
 
     def wait(self, what: Iterable[Peer | socket], deadline: float, at_most: float | None = None) -> list[Peer | socket]:
-        """Those with something to say; nobody after `at_most` seconds, when something happened in another thread, or
-        now and then, everybody having been told that it is this sender who waits.
+        """Those with something to say; none after `at_most` seconds, when something happened in another thread, or
+        now and then, all of them having been told that it is this sender that waits.
 
         Raises TimeoutError when time is over, Aborted when told to end: `client_abort`, or why a receiver has left,
         which is what made somebody tell it.
         """
-        everybody = list(what)
+        asked = list(what)
         left = deadline - time.monotonic()
-        ready = wait([*everybody, self._alarm], min(left, self._sign_s if at_most is None else at_most))
+        ready = wait([*asked, self._alarm], min(left, self._sign_s if at_most is None else at_most))
         if self._alarm in ready:
             self._alarm.hush()
         if reason := self._aborted():
-            blame = self._last_words(everybody)
+            blame = self._last_words(asked)
             raise blame.error() if blame.known else Aborted(Failure("client_abort", reason))
         if not ready and time.monotonic() >= deadline:
             raise TimeoutError
         if not ready:
-            self._sign(everybody)
+            self._sign(asked)
         return [each for each in ready if not isinstance(each, Alarm)]
 
     def hear_now(self) -> None:

@@ -35,7 +35,7 @@ class Relay(Store):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Whoever waits gives up."""
+        """The thread that waits gives up."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -62,11 +62,11 @@ class Relay(Store):
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self.check(keys), timeout_s)
             if self._closed or not self.check(keys):
-                raise RuntimeError(f"nobody said {list(keys)}")
+                raise RuntimeError(f"no rank said {list(keys)}")
 
 
 class Forming:
-    """A group that forms in a thread of its own, so that whoever waits for it can give up."""
+    """A group that forms in a thread of its own, so that the thread that waits for it can give up."""
 
     def __init__(self, make: Callable[[Relay], Group], notify: Callable[[], None]) -> None:
         self.relay = Relay(notify)

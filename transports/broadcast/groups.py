@@ -77,7 +77,7 @@ class GlooGroup:
         last = self._last
         if last is not None and not last.wait(timeout_s):
             return False
-        with self._lock:  # whoever comes second returns when it is done
+        with self._lock:  # the second caller returns when it is done
             last = self._group = self._last = None  # torch joins the group's threads
         return True
 

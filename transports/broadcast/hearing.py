@@ -22,7 +22,7 @@ M = TypeVar("M", Hello, Opening, Answer, Key, Formed, Ready, Go, End, Done)
 
 
 class Hearing:
-    """Of one update. `patience_s`: how long to wait for a sender that gives no sign. `heard`: what it said and nobody
+    """Of one update. `patience_s`: how long to wait for a sender that gives no sign. `heard`: what it said and no call
     has taken yet, all of it from before its last word.
     """
 

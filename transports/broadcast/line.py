@@ -65,7 +65,7 @@ def call(address: str, limit: int, deadline: float, check: Callable[[], None]) -
         except TimeoutError:
             if time.monotonic() >= deadline:
                 raise Aborted(Failure("peer_timeout", f"no sender answers at {address}")) from None
-        except OSError as error:  # nobody listens: a sender listens before it is offered
+        except OSError as error:  # no process listens: a sender listens before it is offered
             raise Aborted(Failure("peer_lost", f"no sender at {address}: {error.strerror or error}")) from None
 
 
@@ -87,5 +87,5 @@ def join_address(host: str, port: int) -> str:
 
 
 def seats_digest(offer: StreamOffer) -> str:
-    """Membership with incarnations, in its order: equal for everybody or nobody meets."""
+    """Membership with incarnations, in its order: equal for all, or none of them meet."""
     return hashlib.sha256(b"\n".join(wire.encode(each) for each in offer.seats)).hexdigest()

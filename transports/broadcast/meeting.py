@@ -56,7 +56,7 @@ class Meeting:
         return {peer.number: peer for peer in self.peers}
 
     def agree(self, opening: bytes, deadline: float) -> None:
-        """The plan to everybody, until everybody has said yes. Raises Aborted as `gather`, with every refusal."""
+        """The plan to all, until all have said yes. Raises Aborted as `gather`, with every refusal."""
         for peer in self.peers:
             peer.channel.post(opening)
         blame = Blame(self._offer)

@@ -4,7 +4,7 @@
     sender:          Opening         Key...                   Go 0 [bucket 0]  Go 1 ...  End
 
 A sender that waits for one receiver says Waiting to all. Either side may say Goodbye at any time, and hangs up then. A
-bucket is posted in the group only behind its Go, and Go is said only when every receiver is Ready for it: nobody waits
+bucket is posted in the group only behind its Go, and Go is said only when every receiver is Ready for it: no rank waits
 in a collective for somebody who is not there.
 """
 

@@ -37,7 +37,7 @@ class BroadcastSender:
     `host`, `port`: where it listens (port 0: any free one); `advertise`: the host that receivers are given, where that
     is another one. `backend`: "gloo", or "nccl" (experimental). `patience_s`: how long receivers wait for a sender that
     gives no sign. `digests`: of every bucket's bytes, so that bytes which changed on the way are found there and named.
-    `bucket_bytes`: for whoever makes the plan. `make_group`: in place of the backend's.
+    `bucket_bytes`: for the code that makes the plan. `make_group`: in place of the backend's.
 
     Listens at once. Raises OSError, Rejected `transport_unsupported`.
     """
@@ -185,7 +185,7 @@ class BroadcastSender:
 
     @contextmanager
     def _ending_badly(self) -> Iterator[None]:
-        """Whatever goes wrong ends the update for everybody."""
+        """Whatever goes wrong ends the update for all."""
         try:
             yield
         except BaseException as error:

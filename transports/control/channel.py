@@ -40,7 +40,7 @@ class Channel(Generic[M]):
         self._control = socket.CMSG_SPACE(_DESCRIPTORS * array.array("i").itemsize) if descriptors else 0
         self._in = bytearray()
         self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
-        self.descriptors: deque[int] = deque()  # that came; whoever takes one closes it
+        self.descriptors: deque[int] = deque()  # that came; the code that takes one closes it
         self.truncated = False  # a descriptor came that this process could not hold
         self.spoilt: wire.WireError | None = None  # what came is no message: nothing after it is read
         self.ended = False  # the other side has hung up; there may be messages from before that
@@ -154,7 +154,7 @@ W = TypeVar("W", bound=Waitable)
 
 
 def wait(what: Iterable[W], timeout_s: float) -> list[W]:
-    """Those with something to read, or that were hung up; unsent messages go on meanwhile. Nobody: time is over.
+    """Those with something to read, or that were hung up; unsent messages go on meanwhile. None of them: time is over.
 
     `what`: channels, what has one as its `channel`, and anything else with a descriptor.
     """

@@ -45,11 +45,11 @@ def leaves_at_exit(each: Inside) -> None:
 def _leave() -> None:
     """All begin before any is waited for: one may be what another waits for."""
     deadline = time.monotonic() + EXIT_S
-    everybody = list(_inside)
-    for each in everybody:
+    inside = list(_inside)
+    for each in inside:
         with suppress(RuntimeError):
             each.leave()
-    for each in everybody:
+    for each in inside:
         if not each.left(max(deadline - time.monotonic(), 0.0)):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # what is still referred to is not freed
 

@@ -1,4 +1,4 @@
-"""A trainer forks workers that inherit its sockets: with them open, nobody would see the trainer's death.
+"""A trainer forks workers that inherit its sockets: with them open, no peer would see the trainer's death.
 
 Whatever is held here is closed in every child that is forked; one that is started by exec inherits nothing anyway.
 """

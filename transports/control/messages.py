@@ -42,7 +42,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """Nothing follows, and why; whoever says it hangs up then. From a receiver also: its mappings are gone."""
+    """Nothing follows, and why; its sender hangs up then. From a receiver also: its mappings are gone."""
 
     failures: tuple[Failure, ...] = ()
     kind: Literal["goodbye"] = "goodbye"

@@ -67,7 +67,7 @@ class Listener:
         return self._sock.fileno() < 0
 
     def accept(self) -> list[socket.socket]:
-        """Everybody who is waiting and is of this user."""
+        """All that are waiting and are of this user."""
         found: list[socket.socket] = []
         while True:
             try:
@@ -95,7 +95,7 @@ class Listener:
 
 
 def connect(address: str, within_s: float, should_stop: Callable[[], bool]) -> socket.socket:
-    """Raises Aborted `peer_lost` where nobody listens or a stranger does, `peer_timeout`, `stream_mismatch` for what
+    """Raises Aborted `peer_lost` where none listens or a stranger does, `peer_timeout`, `stream_mismatch` for what
     is no address; Cancelled.
     """
     try:
@@ -122,9 +122,9 @@ def _connect(sock: socket.socket, name: str, address: str, deadline: float, shou
             if should_stop():
                 raise Cancelled from None
             if time.monotonic() >= deadline:
-                raise Aborted(Failure("peer_timeout", f"the sender at {address} took nobody in")) from None
+                raise Aborted(Failure("peer_timeout", f"the sender at {address} took no receiver in")) from None
             select.poll().poll(_RETRY_S * 1000)
         except OSError as error:
             raise Aborted(
-                Failure("peer_lost", f"nobody listens at {address}: {os.strerror(error.errno or 0)}")
+                Failure("peer_lost", f"no process listens at {address}: {os.strerror(error.errno or 0)}")
             ) from None

@@ -145,7 +145,7 @@ def _release(exported: Exported) -> None:
 
 @cache
 def _handle_format() -> int:
-    """torch tells nobody but in the first byte of a handle that it writes."""
+    """torch tells it only in the first byte of a handle that it writes."""
     probe = torch.zeros(1, dtype=torch.uint8, device="cuda")
     exported = _export(probe)
     _release(exported)

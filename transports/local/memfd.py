@@ -1,4 +1,4 @@
-"""Sealed memory files: reserved before they are mapped, of a size that nobody can change, gone with their last holder.
+"""Sealed memory files: reserved before they are mapped, of a size that cannot change, gone with their last holder.
 
 A mapped file that somebody truncates kills its readers with SIGBUS; a sealed one cannot be truncated (memfd_create(2),
 fcntl(2) "File Sealing").

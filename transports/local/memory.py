@@ -23,7 +23,7 @@ class SenderBuffer(Protocol):
         """For one receiver, which will open it once; with the descriptors that go along."""
 
     def abandon(self, descriptor: BufferDescriptor) -> None:
-        """Whoever was given this is dead and has not let go."""
+        """The process that was given this is dead and has not let go."""
 
     def close(self) -> None:
         """The sender's part of it; a receiver's mapping lives on."""

@@ -108,7 +108,9 @@ class Link:
                 raise Aborted(Failure("peer_lost", "the sender is gone")) from None
             except wire.WireError as error:
                 raise Aborted(Failure("stream_mismatch", f"the sender said what is no message: {error}")) from None
-            if not self._said and left <= 0:  # and not before having looked: who was held up itself blames nobody
+            if (
+                not self._said and left <= 0
+            ):  # and not before having looked: a process that was held up itself blames no peer
                 raise Aborted(Failure("peer_timeout", "the sender said nothing in time"))
         return self._said.popleft()
 

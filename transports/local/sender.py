@@ -69,7 +69,7 @@ class LocalSender:
 
     @property
     def address(self) -> str:
-        """One per session: whoever comes late for one that has ended finds nobody, and knows at once."""
+        """One per session: a receiver that comes late for one that has ended finds no listener, and knows at once."""
         with self._lock:
             if self._listener.closed and not self._closed:
                 self._listener = Listener(fresh_address(self._folder))
@@ -204,28 +204,28 @@ class LocalSender:
         """Raises TimeoutError when time is over (with `late`), Aborted when `abort` was called: `client_abort`, or why
         a receiver has left, which is what made somebody call it.
 
-        Comes back now and then with nothing, having told everybody that it is this sender who waits.
+        Comes back now and then with nothing, having told all of them that it is this sender that waits.
         """
-        everybody = list(what)
+        asked = list(what)
         left = deadline - time.monotonic()
-        ready = wait([*everybody, self._alarm], min(left, SIGN_S, self._patience_s / 3))
+        ready = wait([*asked, self._alarm], min(left, SIGN_S, self._patience_s / 3))
         with self._lock:
             aborted = self._aborted
         if aborted:
-            blame = self._last_words(everybody)
+            blame = self._last_words(asked)
             raise blame.error() if blame.known else _client_abort(aborted)
         if not ready and late:
             if time.monotonic() >= deadline:
                 raise TimeoutError
             buckets = len(self._running().plan.buckets)
-            for each in everybody:  # but those who have everything, and are done with this update
+            for each in asked:  # but those who have everything, and are done with this update
                 if isinstance(each, Peer) and each.number is not None and each.acknowledged < buckets:
                     each.channel.post(_WAITING)
         return [each for each in ready if not isinstance(each, Alarm)]
 
-    def _last_words(self, everybody: Iterable[Peer | Listener]) -> Blame:
+    def _last_words(self, asked: Iterable[Peer | Listener]) -> Blame:
         blame = Blame(self._running().offer)
-        for peer in everybody:
+        for peer in asked:
             if isinstance(peer, Peer) and peer.number is not None and not peer.channel.closed:
                 blame.hear(peer.number, peer.channel.messages)
         return blame
@@ -257,7 +257,7 @@ class LocalSender:
 
     @contextmanager
     def _ending_badly(self) -> Iterator[None]:
-        """Whatever goes wrong ends the update for everybody."""
+        """Whatever goes wrong ends the update for all."""
         try:
             yield
         except BaseException as error:

@@ -105,7 +105,7 @@ class FakeDevice:
         self.copies += 1
 
     def collect(self) -> None:
-        """Forget the allocations, if nobody has one open."""
+        """Forget the allocations, if no process has one open."""
         if not self.outstanding():
             self._files.clear()
 
@@ -184,5 +184,5 @@ class ScriptedSender:
 
     def _met(self) -> Line:
         if self.channel is None:
-            raise RuntimeError("nobody was met")
+            raise RuntimeError("no receiver was met")
         return self.channel

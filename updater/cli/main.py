@@ -1,7 +1,7 @@
 """The command line. A composition root: it may import everything, and imports each part only when it is used.
 
 Exit codes: 0 done or committed; 1 rejected or aborted (nothing was installed), or faults found; 2 usage;
-3 nobody answered, or cannot answer now; 4 rolled back (something was installed and taken back); 5 no or wrong token.
+3 no answer, or none now; 4 rolled back (something was installed and taken back); 5 no or wrong token.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ MANIFEST = "liveweights.manifest.json"
 
 @contextmanager
 def _errors(as_json: bool) -> Iterator[None]:
-    """Typed errors become exit codes; tracebacks are left for what nobody expected."""
+    """Typed errors become exit codes; tracebacks are left for what is not expected."""
     from updater.cli import views
     from updater.security import ConfigurationError
 

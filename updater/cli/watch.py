@@ -1,6 +1,6 @@
 """A folder that a trainer writes checkpoints into: each new version that is complete is published.
 
-Complete means that the marker is there, which whoever writes a checkpoint writes last: the manifest of digests, unless
+Complete means that the marker is there, which the writer of a checkpoint writes last: the manifest of digests, unless
 another file name is agreed on. What lies beside a marker and is not whole all the same is refused by the coordinator,
 and offered again only once it has changed. Where no marker is ever written, `settle_s` takes a checkpoint whose files
 have not changed for so long and fit their index. What is passed over is named once, with the reason.

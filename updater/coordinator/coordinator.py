@@ -251,7 +251,7 @@ class Coordinator:
         self._on_stop(failure)
 
     def _unanswered(self, replica: str, refused: bool) -> None:
-        """Nobody listens at its address: as good as a missed probe. A slow answer says nothing."""
+        """No process listens at its address: as good as a missed probe. A slow answer says nothing."""
         member = self.state.member(replica)
         if refused and member is not None and self.stopped is None:
             self.probe.unanswered(replica, member.incarnation)
@@ -378,7 +378,7 @@ class Coordinator:
             self._adopting = False
 
     async def _adopt(self, members: list[tuple[str, str]]) -> None:
-        """Whoever waits here to be admitted asks again, as joiners do."""
+        """A replica that waits here to be admitted asks again, as joiners do."""
         named = dict(members)
         known = []
         for replica, participant in {name: self.joins.reach(name, url) for name, url in named.items()}.items():

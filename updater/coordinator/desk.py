@@ -126,7 +126,7 @@ class Desk:
         return update
 
     def _lease_seconds(self, asked: Asked) -> float | None:
-        """A disk push that commits by itself needs nobody to come back."""
+        """A disk push that commits by itself needs no client to come back."""
         if asked.lease_s is not None:
             return asked.lease_s
         manual = asked.event.policy.commit is CommitMode.MANUAL
@@ -184,7 +184,7 @@ class Desk:
         return update
 
     def seal(self, update_id: str, digests: Mapping[str, str]) -> Update:
-        """The stream is complete. Where the commit comes by itself, nobody has to come back from here on."""
+        """The stream is complete. Where the commit comes by itself, no client has to come back from here on."""
         update = self._going_on(update_id)
         running = self._machine.state.update
         seal = ev.Seal(update_id)
@@ -259,7 +259,7 @@ class Desk:
         self._journal.put_facts(update.id, wire.encode(update.facts).decode())
 
     def _show(self, update: Update) -> None:
-        """The pause is no time to describe what nobody watches."""
+        """The pause is no time to describe what no client watches."""
         if update.watchers:
             update.tell("phase", self.view(update).model_dump(mode="json"))
 
@@ -340,7 +340,7 @@ class Desk:
             self._prune()
 
     def stop(self, failure: Failure) -> None:
-        """Everybody who waits hears that nobody knows more."""
+        """All clients that wait hear that no more will be known."""
         self.closed = failure
         for update in self._running.values():
             update.end(None)

@@ -57,7 +57,7 @@ class ManifestFiles:
         return path.read_text() if path.exists() else None
 
     def sweep(self, named: Collection[str], now: float) -> None:
-        """Remove what nobody names, and what a crash left half written, once it is old. `now`: Unix seconds."""
+        """Remove what no record names, and what a crash left half written, once it is old. `now`: Unix seconds."""
         with os.scandir(self._folder) as entries:
             old = [entry for entry in entries if now - entry.stat().st_mtime > UNNAMED_S]
         for entry in old:

@@ -63,7 +63,7 @@ class Directory:
             contact.missed = 0
 
     def missed(self, replica: str) -> int:
-        """One more try that nobody answered; how many in a row that makes."""
+        """One more try without an answer; how many in a row that makes."""
         contact = self._contacts.get(replica)
         if contact is None:
             return 0

@@ -19,7 +19,7 @@ SLACK_S = 5.0  # how much longer than the front's own deadline we listen
 
 
 class Outbox:
-    """`feed` takes what fronts answer; `unanswered(replica, refused)` hears of every try that nobody answered."""
+    """`feed` takes what fronts answer; `unanswered(replica, refused)` hears of every try that was not answered."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """How the coordinator talks to the front of a replica: one call per verb, typed both ways.
 
 A call ends in exactly one of three ways: a reply, a `Refusal` (the front answered and said no), or `Unreachable`
-(nobody can say whether it had an effect). The difference matters: only an answer says anything about a replica.
+(it may or may not have had an effect). The difference matters: only an answer says anything about a replica.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Refusal(Exception):
 class Unreachable(Exception):
     """No usable answer: not connected, cut off, too late, or not in our words. The verb may have happened.
 
-    `refused`: nobody listens at the address, so the process that did is gone.
+    `refused`: no process listens at the address, so the process that did is gone.
     """
 
     def __init__(self, message: str, refused: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What a coordinator does first: take the fleet over, ask everybody, and let the core decide how to go on."""
+"""What a coordinator does first: take the fleet over, ask every member, and let the core decide how to go on."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Found:
 
 
 class Recovery:
-    """One recovery, tried again while it may lead nobody. Raises JournalFailed, OwnershipLost if another one takes the
+    """One recovery, tried again while it leads no member. Raises JournalFailed, OwnershipLost if another one takes the
     fleet over meanwhile.
     """
 
@@ -62,12 +62,12 @@ class Recovery:
 
     async def run(self) -> Found:
         """From what the journal knows."""
-        # Claimed first: whoever owned the fleet appends nothing after what is read here.
+        # Claimed first: the coordinator before appends nothing after what is read here.
         epoch = self._journal.claim(self._owner)
         return await self._find(epoch - 1)
 
     async def again(self) -> Found:
-        """For a coordinator that could lead nobody: its members may say something else by now."""
+        """For a coordinator that could lead no member: its members may say something else by now."""
         return await self._find(self._journal.epoch())
 
     async def _find(self, known_epoch: int) -> Found:
@@ -125,7 +125,7 @@ class Recovery:
         return lineage.Journal(records, known, epoch, serial, gone, self._journal.taken_over())
 
     async def _ask(self, members: Sequence[Member], patient: bool) -> dict[str, FrontStatus | None]:
-        """Everybody's status. `patient`: a silent member would turn an update back, so it is asked again."""
+        """The status of every member. `patient`: a silent member would turn an update back, so it is asked again."""
         deadlines = self._settings.deadlines
         reports: dict[str, FrontStatus | None] = {member.replica: None for member in members}
         for attempt in range(deadlines.lost_after if patient else 1):

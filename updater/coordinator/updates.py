@@ -99,7 +99,7 @@ class Update:
         )
 
     def tell(self, name: str, data: dict[str, Any]) -> None:
-        """An event for everybody who watches. Whoever does not keep up is let go."""
+        """An event for all watchers. One that does not keep up is let go."""
         for watcher in list(self.watchers):
             if watcher.qsize() >= WATCH_LIMIT:
                 self.watchers.discard(watcher)
@@ -166,7 +166,7 @@ def receipt_of(
 
 
 def _after(member: MemberState, standing: str, result: Result) -> MemberState:
-    """A member as the result leaves it: whoever stands `ok` has acknowledged the reopening."""
+    """A member as the result leaves it: one that stands `ok` has acknowledged the reopening."""
     if standing != "ok":
         return member.model_copy(update={"state": standing})
     live = result.live

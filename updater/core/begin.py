@@ -305,7 +305,7 @@ def _publish_start(state: FleetState, member: Member) -> Moved:
 
 
 def start_published(state: FleetState) -> FleetState:
-    """`start` is durable. Whoever joined first may be gone by now; its observed bytes stay the fleet's."""
+    """`start` is durable. The first that joined may be gone by now; its observed bytes stay the fleet's."""
     if state.starting is None:
         raise LookupError("no publication of start is under way")
     label = Label(state.starting.version, state.starting.digest)

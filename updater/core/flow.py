@@ -1,6 +1,6 @@
 """The interpreter of the fleet table: entering a phase, taking an acknowledgement, trouble, the end.
 
-A participant counts while it is a member under the incarnation that the update began with (I9: nobody's state is
+A participant counts while it is a member under the incarnation that the update began with (I9: no state is
 inferred; who is replaced has to acknowledge nothing any more).
 """
 
@@ -162,7 +162,7 @@ def acknowledge(state: FleetState, replica: str, reply: Any) -> Moved:
 
 
 def proceed(state: FleetState) -> Moved:
-    """On to the next phase once nobody is waited for."""
+    """On to the next phase once no answer is waited for."""
     update, row = current(state), TABLE[state.phase]
     if update.waiting or update.recording:
         return state, ()

@@ -85,7 +85,7 @@ def survey(fleet: str, journal: Journal, reports: Reports) -> Survey:
 
 
 def held(state: FleetState, journal: Journal, hold: Failure) -> FleetState:
-    """Nobody is led, told or believed; the members are known by name."""
+    """No member is led, told or believed; the members are known by name."""
     members = tuple(
         Member(known.replica, known.incarnation, Standing.LOST, "", url=known.url, config_hash=known.config_hash,
                unled=True)

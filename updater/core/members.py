@@ -152,7 +152,7 @@ def left(state: FleetState, event: Left) -> Moved:
 
 
 def removed(state: FleetState, replica: str, failure: Failure) -> Moved:
-    """The member is no more: nobody waits for it and nothing is sent to it."""
+    """The member is no more: no phase waits for it and nothing is sent to it."""
     member = state.member(replica)
     state, effects = lost(state, replica, failure)
     if member is not None:
@@ -174,7 +174,7 @@ def lost(state: FleetState, replica: str, failure: Failure) -> Moved:
         return drop_out(state, replica, (failure,), answered=False) if waited else (state, ())
     if row.trouble is not None:
         return trouble(state, (failure.at(replica=replica),))
-    # The journal is being written: DECIDING looks at the standing when it is, RESUMING asks everybody anyway.
+    # The journal is being written: DECIDING looks at the standing when it is, RESUMING asks all of them anyway.
     failures = (*state.update.failures, failure.at(replica=replica))
     return replace(state, update=replace(state.update, failures=failures)), ()
 
@@ -200,7 +200,7 @@ def seen(state: FleetState, member: Member, status: FrontStatus) -> Moved:
     if foreign is not None:
         return state.with_member(replace(member, foreign=foreign)), ()
     if not state.has_history and status.state is FrontState.JOINING:
-        # Nothing was ever said to anybody: whoever was silent at the start waits like the others.
+        # Nothing was said to any member yet: one that was silent at the start waits like the others.
         return state.with_member(replace(member, standing=Standing.JOINING, live=status.live_digest, shut=True)), ()
     if member.unled:
         return state, ((first_word(state, member),) if state.may_lead else ())

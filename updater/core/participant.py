@@ -252,7 +252,7 @@ class StreamOffer:
     """A sender that every rank of every participant receives from, once.
 
     `address`: `host:port` of a broadcast's store, else the path of a Unix socket. `session`: what the sender calls
-    its state of now; it takes a new one after every end that was not normal, so nobody meets leftovers. `seats`:
+    its state of now; it takes a new one after every end that was not normal, so no receiver meets leftovers. `seats`:
     filled in when the participants are frozen; receivers are numbered over all of them in this order.
     """
 

@@ -6,7 +6,7 @@ installed is taken back.
 
 Pure: the shell asks every known member for its status, lets `survey` say under which epoch they may be led, says `lead`
 to those that answered, and feeds `recover` what they answered to that. A journal that turns out not to be the newest
-of its fleet shuts nobody (I11): the newest version that all its members prove is followed, or nothing is done.
+of its fleet shuts no replica (I11): the newest version that all its members prove is followed, or nothing is done.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def recover(
 ) -> Recovery:
     """`reports`: what every member answered to `lead`, None for a silent one. `epoch`, `older`: what the survey found.
 
-    `new_fleet`: nobody needs to listen for replicas that this journal does not know. A journal does not show that it is
+    `new_fleet`: it need not listen for replicas that this journal does not know. A journal does not show that it is
     an older copy, so the wait is for all.
     """
     answered = [report for report in reports.values() if report is not None]
@@ -127,7 +127,7 @@ def published(state: FleetState, journal: Journal, reports: Reports, proof: Fron
 
 def _with_members(state: FleetState, journal: Journal, reports: Reports) -> FleetState:
     known = {member.replica: member for member in journal.members}
-    # The publication of `start` admits nobody by itself.
+    # The publication of `start` admits no replica by itself.
     updates = [record for record in journal.records if record.kind is RecordKind.PUBLISHED and record.update]
     published = {pair for record in updates for pair in record.members}
     for replica in sorted({*known, *reports}):
@@ -228,7 +228,7 @@ def _owed_by_silent(state: FleetState, last: Record, reports: Reports) -> Moved:
 
 
 def _undecided_end(state: FleetState, last: Record, same: Sequence[FrontStatus | None]) -> Moved:
-    """`decided` is the last word: nothing was published, so nobody has seen it."""
+    """`decided` is the last word: nothing was published, so no client has seen it."""
     update = _transaction(last)
     label = Label(last.version, last.digest)
     serves = [r for r in same if r is not None and r.state is FrontState.OPEN and holds(r, label)]

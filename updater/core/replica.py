@@ -46,7 +46,7 @@ def step(state: ReplicaState, event: ReplicaEvent, now: float) -> Step:
 
 
 def _end_lease(state: ReplicaState, now: float) -> Step:
-    """A lease that is over is over whoever notices it first."""
+    """A lease that is over is over, by whichever event that is noticed first."""
     if state.lease_end is None or now < state.lease_end:
         return state, ()
     return _apply(state, "lease ends", LeaseTimer(), now)

@@ -65,7 +65,7 @@ def _out_of_service(state: ReplicaState, where: FrontState, failure: Failure) ->
 
 
 def shut_at_once(state: ReplicaState, where: FrontState, failure: Failure) -> Step:
-    """No request comes in any more; whoever waits for a verb is told why."""
+    """No request comes in any more; the caller that waits for a verb is told why."""
     verbs = tuple(work.verb for work in state.running)
     state, refusals = drop_work(state, verbs, failure)
     if state.postponed is not None:
@@ -75,7 +75,7 @@ def shut_at_once(state: ReplicaState, where: FrontState, failure: Failure) -> St
 
 
 def spare_lost(state: ReplicaState, event: SpareLost, now: float) -> Step:
-    """No way back any more, and everybody can see it. A rollback that was planned or voted on that copy is refused."""
+    """No way back any more, and the status says so. A rollback that was planned or voted on that copy is refused."""
     if state.spare != event.audited:
         return state, ()
     rollback = state.plan is not None and state.plan.kind is Kind.ROLLBACK

@@ -78,7 +78,7 @@ def ack(event: Asked) -> tuple[ReplicaEffect, ...]:
 
 
 def drop_work(state: ReplicaState, verbs: tuple[str, ...], failure: Failure) -> Step:
-    """Nobody waits for this work any more; whoever did is refused."""
+    """No caller waits for this work any more; those that did are refused."""
     dropped = [work for work in state.running if work.verb in verbs]
     refusals = tuple(Refuse(work.verb, fence, (failure,)) for work in dropped for fence in dict.fromkeys(work.waiters))
     return replace(state, running=tuple(work for work in state.running if work not in dropped)), refusals

@@ -18,7 +18,7 @@ import httpx
 READY_S = 300.0
 STOP_S = 120.0
 _POLL_S = 0.05
-#: The sockets of `free_port`: bound, so that the kernel gives their ports to nobody else.
+#: The sockets of `free_port`: bound, so that the kernel gives their ports to no other process.
 _held: list[socket.socket] = []
 
 
@@ -31,9 +31,9 @@ class ProcessFailed(Exception):
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 for a server that is started later, kept from everybody else while this process lives.
+    """A port of 127.0.0.1 for a server that is started later, kept from all other processes while this one lives.
 
-    Nobody listens on it, so that connections are refused until the server does: it binds with SO_REUSEADDR, as servers
+    None listens on it, so that connections are refused until the server does: it binds with SO_REUSEADDR, as servers
     do, beside a socket that does not listen.
     """
     holder = socket.socket()
@@ -138,7 +138,7 @@ class Children:
 
 
 def alive(group: int) -> list[int]:
-    """Processes of a group that run; a dead one that nobody has collected yet does not count."""
+    """Processes of a group that run; a dead one that its parent has not collected yet does not count."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -228,9 +228,9 @@ class _Face:
     async def readyz(self) -> Response:
         if self._coordinator.ready:
             return JSONResponse({"status": "ready"})
-        nobody = Failure("no_members", "no replica serves yet")
+        none_serves = Failure("no_members", "no replica serves yet")
         why = self._coordinator.stopped or self._coordinator.state.hold
-        whys = (why,) if why else (nobody, *self._coordinator.obstacles()[:IN_DOCUMENT])
+        whys = (why,) if why else (none_serves, *self._coordinator.obstacles()[:IN_DOCUMENT])
         problem = http.problem(Unavailable(*whys))
         problem.status_code = 503  # whatever the code means elsewhere
         return problem

@@ -70,7 +70,7 @@ class Explorer:
         return self.sim
 
     def _ends_well(self) -> None:
-        """A fleet that was healed takes an update, and everybody who can serve serves it."""
+        """A fleet that was healed takes an update, and every replica that can serve serves it."""
         self.updates += 1
         self._begin(Policy(), manifest="")
         self.sim.heal()
@@ -179,7 +179,7 @@ class Explorer:
             self._lose_journal(older)
 
     def _lose_journal(self, older: Disk | None) -> None:
-        """Of a fleet at rest. It shuts nobody (I11); then an operator does what the coordinator says."""
+        """Of a fleet at rest. It shuts no replica (I11); then an operator does what the coordinator says."""
         sim = self.sim
         if sim.state is None:
             self._restart()

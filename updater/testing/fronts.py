@@ -117,7 +117,7 @@ class SimulatedFront:
 
     async def call(self, verb: str, request: Any, timeout_s: float) -> Any:
         if self.deaf:
-            raise Unreachable("nobody listens", refused=True)
+            raise Unreachable("no front listens", refused=True)
         if verb in self.lose_call:
             self.lose_call.remove(verb)
             raise Unreachable(f"{verb} did not arrive")
@@ -263,7 +263,7 @@ class _Nobody:
         self.url = url
 
     async def call(self, verb: str, request: Any, timeout_s: float) -> Any:
-        raise Unreachable("nobody listens", refused=True)
+        raise Unreachable("no front listens", refused=True)
 
     async def close(self) -> None:
         pass

@@ -43,7 +43,7 @@ class Watched(Shell):
             raise Violation("I4", "idle with an update or a deadline left")
 
     def check_settled(self) -> None:
-        """After `heal`: nothing hangs, nothing is held, everybody serves the one live version or is joining."""
+        """After `heal`: nothing hangs, nothing is held, every member serves the one live version or is joining."""
         state = self.state
         if state is None or state.phase is not Phase.IDLE or state.queue or self.open_updates:
             raise Violation("I4", f"not at rest: {state and state.phase}, unfinished {sorted(self.open_updates)}")

@@ -218,7 +218,7 @@ class SimulatedReplica:
         if not rank.paused:
             raise Violation("I8", f"{self.name} installs while it runs")
         if rank.spare != self.votes.get(plan.fence.serial):
-            raise Violation("I2", f"{self.name} installs {rank.spare}, which nobody voted for")
+            raise Violation("I2", f"{self.name} installs {rank.spare}, which no rank voted for")
         if (fence.serial, fence.attempt) in rank.installs:
             raise Violation("I7", f"{self.name} installs {(fence.serial, fence.attempt)} twice")
         rank.installs.append((fence.serial, fence.attempt))

@@ -272,7 +272,7 @@ class Shell:
     def _lead(
         self, fleet_id: str, epoch: int, owner: str, reports: dict[str, FrontStatus | None]
     ) -> dict[str, FrontStatus | None]:
-        """The first word to everybody who answered; its answer is what a recovery goes by."""
+        """The first word to every front that answered; its answer is what a recovery goes by."""
         for name, report in reports.items():
             if report is not None:
                 fence = Fence(fleet_id, epoch, 0, 0, report.incarnation, owner)

@@ -69,7 +69,7 @@ class ReloadControl(EngineControl):
         await self._within(call, "reload_weights", deadline_s)
 
     async def _stand(self, number: int) -> None:
-        """Nobody there can note it."""
+        """No rank there can note it."""
 
 
 class ReloadRanks:
@@ -105,7 +105,7 @@ class ReloadRanks:
     # --- start
 
     async def replay_start(self) -> str:
-        """Read the start checkpoint, and have vLLM do once what every publication will ask of it, while nobody is
+        """Read the start checkpoint, and have vLLM do once what every publication will ask of it, while no request is
         served: a release that cannot is refused here. Returns its content digest.
         """
         self._live = await self._files.read_start(self._deadlines.start_s)
@@ -120,7 +120,7 @@ class ReloadRanks:
         return digest
 
     async def join(self, version: str, digest: str) -> None:
-        """The live bytes are the fleet's: carry its label from now on. Nobody is served yet."""
+        """The live bytes are the fleet's: carry its label from now on. No request is served yet."""
         await self._relabel(version, digest)
 
     async def _relabel(self, version: str, digest: str) -> None:
@@ -274,7 +274,7 @@ class ReloadRanks:
         return self._files.progress()
 
     async def audit(self, what: str) -> tuple[Failure, ...]:
-        """Live bytes are nobody's to compare, and nothing else is kept."""
+        """Live bytes cannot be compared here, and nothing else is kept."""
         return ()
 
     # --- asked by an operator
@@ -292,7 +292,7 @@ class ReloadRanks:
     # --- in the place of a pool
 
     async def start(self, deadline_s: float) -> tuple[Hello, ...]:
-        """Nobody attaches."""
+        """No worker attaches."""
         return self.hellos
 
     async def stop(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Nothing follows. `error`: what the engine, or whoever notes its outputs, raised."""
+    """Nothing follows. `error`: what the engine, or the code that notes its outputs, raised."""
 
     error: Exception | None = None
 

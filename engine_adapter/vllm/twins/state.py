@@ -51,7 +51,7 @@ class LayerTwin:
     """A second layer with its own quant method, as it is between its construction and its first load.
 
     A build runs the engine's own processing on it and hands out what came of it; the objects of the last state that
-    was handed out belong to whoever holds it, until `build` is called again.
+    was handed out belong to the code that holds it, until `build` is called again.
     """
 
     def __init__(self, index: int, layer: nn.Module, method: Method, dtype: torch.dtype = torch.float32) -> None:
@@ -97,7 +97,7 @@ class LayerTwin:
         after = attributes_of(self.layer)
         made |= {key: value for key, value in after.items() if key not in before or value is not before[key]}
         made |= {key: after[key] for key in self._method.carried}
-        self._reset(self._pristine[:1])  # the copies that processing left as they were are nobody's
+        self._reset(self._pristine[:1])  # the copies that processing left as they were are of no use
         return LayerState(parameters, made, self._index)
 
     def _holders(self) -> list[Any]:
@@ -116,7 +116,7 @@ class LiveLayer:
     def __init__(self, layer: nn.Module, like: LayerState) -> None:
         """`like`: a state of its twin, which says what belongs to one. Raises KeyError where the layer lacks some.
 
-        Parameters that processing made become plain attributes: nobody is to look for them in a checkpoint.
+        Parameters that processing made become plain attributes: no loader is to look for them in a checkpoint.
         """
         parameters = {key: layer._parameters.get(key) for key in like.parameters}
         for key in like.attributes:

@@ -142,7 +142,7 @@ class Driver:
         for receipt in history.values():
             if receipt["outcome"] == "committed" and receipt["kind"] == "update":
                 self._learn(receipt["version"], min(receipt["observed"].values()))
-        if scene.forgotten:  # it may have been published by a coordinator that nobody can ask any more
+        if scene.forgotten:  # it may have been published by a coordinator that cannot be asked any more
             offered = f"0-{self.step - len(course.next)}"
             self.published.setdefault(offered, self.digests.get(self.labels.get(offered, -1), ""))
         acts = [ACTIONS[name] for name in course.plan.actions]
@@ -225,7 +225,7 @@ class Driver:
                 course.did("start replica", name)
 
     def _rest(self, course: Course, scene: Scene) -> View:
-        """Nothing runs, and every replica is open, or joining with nobody to catch up from but the next update."""
+        """Nothing runs, and every replica is open, or joining with nothing to catch up from but the next update."""
         end, told, seen = time.monotonic() + _REST_S, dict[str, str](), ""
         while time.monotonic() < end:
             self._restart_dead(course)

@@ -48,7 +48,7 @@ def test_epoch_and_serial_exceed_everything_that_was_ever_used() -> None:
 
 
 def test_who_serves_an_undecided_version_settles_it() -> None:
-    """Impossible by I8 unless a record was lost; even then nobody who was answered is contradicted."""
+    """Impossible by I8 unless a record was lost; even then no client that was answered is contradicted."""
     reports = {"a": status("a", FrontState.OPEN), "b": status("b", FrontState.INVALIDATED)}
     found = recover("fleet", journal(BEGUN, DECIDED), reports)
     assert found.state.phase is Phase.PUBLISHING

@@ -302,7 +302,7 @@ def test_a_lease_that_is_over_reopens_even_if_its_timer_never_went_off() -> None
     play(scene)
 
 
-def test_a_resume_ends_the_quiesce_and_its_late_end_pauses_nobody() -> None:
+def test_a_resume_ends_the_quiesce_and_its_late_end_pauses_no_replica() -> None:
     async def scene(p: Play) -> None:
         await p.join()
         await p.vote()

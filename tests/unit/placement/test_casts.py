@@ -10,7 +10,7 @@ from transports.dtypes import TORCH_DTYPES, carrier
 
 
 def every_value(name: str) -> torch.Tensor:
-    """All bit patterns of types up to two bytes, many of wider ones; no NaN, whose payload is nobody's promise."""
+    """All bit patterns of types up to two bytes, many of wider ones; no NaN, whose payload is not promised."""
     dtype = TORCH_DTYPES[name]
     kind = carrier(dtype.itemsize)
     if dtype.itemsize <= 2:

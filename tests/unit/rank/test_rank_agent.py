@@ -200,7 +200,7 @@ def test_states_along_an_update(mode: InstallMode) -> None:
 
 
 def test_the_label_changes_while_paused_and_after_the_bytes() -> None:
-    """I3: whoever reads the label reads the bytes it names."""
+    """I3: a client that reads the label reads the bytes it names."""
     rank = Rank()
     seen: list[bool] = []
     rank.engine.before_label = lambda _version: seen.append(rank.holds(2.0) and rank.engine.paused)

@@ -199,7 +199,7 @@ def test_the_copy_of_a_tied_embedding_on_the_last_stage_is_a_second_holder() -> 
         "model.embed_tokens.weight",
         [(0, 1)],
     )
-    assert planned.regions[0].owner == 1  # whoever sends has it already
+    assert planned.regions[0].owner == 1  # the sender has it already
 
 
 def test_one_data_parallel_copy_speaks_for_all() -> None:

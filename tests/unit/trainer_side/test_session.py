@@ -1,4 +1,4 @@
-"""One pushed update: what is asked, what is sent, and how it ends whoever ends it."""
+"""One pushed update: what is asked, what is sent, and how it ends by each that can end it."""
 
 from __future__ import annotations
 

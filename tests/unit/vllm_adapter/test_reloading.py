@@ -70,7 +70,7 @@ class HandClient:
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
         self.calls.append("generate")
-        raise RuntimeError("nobody may get this far")
+        raise RuntimeError("no caller may get this far")
         yield
 
     async def collective_rpc(self, method: str, *, kwargs: dict[str, str]) -> list[None]:

@@ -142,7 +142,7 @@ def test_an_output_that_is_refused_ends_the_call_at_the_engine(detached: bool) -
         if detached:
             engine.call.detach()
             await settle()
-            assert engine.closed == 1  # whoever reads it or not
+            assert engine.closed == 1  # whether it is read or not
         with pytest.raises(ValueError):
             await anext(engine.call.read())
         assert (engine.made, engine.closed, engine.ended) == (100, 1, 1)

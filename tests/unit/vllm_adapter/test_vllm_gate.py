@@ -505,7 +505,7 @@ def test_a_reply_that_was_whole_when_it_was_told_to_end_is_whole() -> None:
         (InFlight.ABORT, False, False),
         (InFlight.RECOMPUTE, False, True),
         (InFlight.KEEP, False, True),
-        (InFlight.KEEP, True, False),  # of which nobody could say what made which token
+        (InFlight.KEEP, True, False),  # of which it is not known what made which token
     ],
 )
 def test_a_reply_of_several_calls_mixes_versions_only_where_one_of_one_call_would(
@@ -541,7 +541,7 @@ def test_a_reply_of_several_calls_mixes_versions_only_where_one_of_one_call_woul
 
 @pytest.mark.parametrize("mode", [InFlight.ABORT, InFlight.RECOMPUTE])
 def test_what_an_update_left_of_a_pooled_answer_is_no_answer(mode: InFlight) -> None:
-    """Ended, it is empty; gone on, nobody can say which version computed it."""
+    """Ended, it is empty; gone on, it is not known which version computed it."""
 
     async def main(world: World) -> None:
         world.gate.relabelled("0-1", "ab", CachePolicy.RESET)
