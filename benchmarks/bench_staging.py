@@ -19,6 +19,7 @@ from benchmarks.common import Report, best_of
 from transports.base import Box, Read
 from transports.disk import DiskSource
 from transports.reader import ReaderOptions
+from transports.scans import has_normal, nonfinite
 from transports.testing import write_sharded
 
 LAYERS = 12
@@ -87,6 +88,7 @@ def measure(report: Report, folder: str, tp: int, rounds: int) -> None:
         for what, reads in groups.items():
             _speed(report, source, what, tp, reads, rounds, options)
             _bytes(report, source, what, tp, reads, options)
+        _looks(report, source, tp, by_rows + by_column, rounds)
         _first_touch(report, source, tp, rounds)
         _cold(report, source, tp, by_rows + by_column)
 
@@ -176,6 +178,32 @@ def _bytes(
         )
     else:
         report.add(f"bytes asked / shard, {what}, TP={tp}", asked / mine, goal=1.05, at_most=True, detail=detail)
+
+
+def _looks(report: Report, source: DiskSource, tp: int, reads: Sequence[Read], rounds: int) -> None:
+    """What is judged of values once they lie in the spare: a NaN anywhere, and one normal number in each matrix."""
+    plain = ranges(source, reads)
+    size = max(each.rows * each.width for each in plain) * 2
+    buckets = [torch.zeros(size, dtype=torch.uint8) for _ in range(ReaderOptions().workers)]
+    weights = [read.target.normal_() for read in reads]  # random bytes would hold a NaN in the first block
+
+    def for_numbers() -> None:
+        for weight in weights:
+            if weight.dim() >= 2:
+                has_normal(weight, "BF16")
+
+    def for_nan() -> None:
+        for weight in weights:
+            nonfinite(weight)
+
+    numbers, nan = best_of(rounds, for_numbers, for_nan)
+    bare, staged = best_of(rounds, lambda: bare_staging(plain, buckets), lambda: source.read(reads))
+    name = f"staging / (pread + copy), TP={tp}"
+    report.add(name, bare / staged)
+    each = f"{1e6 * numbers / len(weights):.0f} us for each of {len(weights)} tensors"
+    report.add(f"{name}, with the look for a normal number", bare / (staged + numbers), detail=each)
+    report.add(f"look for a normal number / staging, TP={tp}", numbers / staged, goal=0.1, at_most=True)
+    report.add(f"look for NaN / staging, TP={tp}", nan / staged)
 
 
 def _first_touch(report: Report, source: DiskSource, tp: int, rounds: int) -> None:

@@ -217,11 +217,15 @@ def _has_default(body: Mapping[str, Any]) -> bool:
     """
     source, policy = body.get("source"), body.get("policy")
     disk = "path" in body or (isinstance(source, Mapping) and source.get("kind", "disk") == "disk")
+    if body.get("dry_run"):
+        return False
     return disk and not (isinstance(policy, Mapping) and policy.get("new_run"))
 
 
 def fresh_id(version: object) -> str:
     """Names one attempt to publish: the same version may be tried again, repaired, as another transaction."""
-    if isinstance(version, Mapping):
+    if version is None:
+        version = "dry-run"
+    elif isinstance(version, Mapping):
         version = f"{version.get('run')}-{version.get('step')}"
     return f"{version}-{secrets.token_hex(4)}"

@@ -114,7 +114,9 @@ def verify_manifest(
 
 
 @dataclass(frozen=True, slots=True)
-class _Slab:
+class Slab:
+    """A run of rows of one tensor, and memory for it."""
+
     box: Box
     room: torch.Tensor
 
@@ -122,26 +124,26 @@ class _Slab:
 def _digest(source: DiskSource, spec: TensorSpec, progress: Callable[[int], None]) -> int:
     """Of one stored tensor, a slab of rows at a time."""
     total = 0
-    for slab in _slabs(spec):
+    for slab in slabs(spec):
         source.read([Read(spec.name, slab.box, slab.room)], progress=progress)
         total = add(total, region_digest(slab.room, spec.shape, spec.dtype, slab.box))
     return total
 
 
-def _slabs(spec: TensorSpec) -> Iterator[_Slab]:
+def slabs(spec: TensorSpec) -> Iterator[Slab]:
     """Boxes of at most 32 MiB, or one index of the first dimension. Packed types are read whole."""
     dtype = torch.uint8 if is_packed(spec.dtype) else TORCH_DTYPES[spec.dtype]
     if spec.numel == 0:
         return
     if spec.nbytes <= _SLAB or not spec.shape or is_packed(spec.dtype):
-        yield _Slab(Box.whole(spec.shape), torch.empty(byte_shape(spec.shape, spec.dtype), dtype=dtype))
+        yield Slab(Box.whole(spec.shape), torch.empty(byte_shape(spec.shape, spec.dtype), dtype=dtype))
         return
     step = max(1, _SLAB * spec.shape[0] // spec.nbytes)
     room = torch.empty((step, *spec.shape[1:]), dtype=dtype)
     for low in range(0, spec.shape[0], step):
         count = min(step, spec.shape[0] - low)
         start, size = (low, *(0 for _ in spec.shape[1:])), (count, *spec.shape[1:])
-        yield _Slab(Box(start, size), room[:count])
+        yield Slab(Box(start, size), room[:count])
 
 
 def _ties(entries: Sequence[TensorEntry]) -> tuple[tuple[str, str], ...]:

@@ -90,9 +90,11 @@ class UpdateRequest(_Body):
     beside the checkpoint counts. `dtypes`: fingerprint of `GET /v1/fleet/dtypes` that the tensors were rounded by.
     `lease_s`: how long the update lives without a renewal; a disk push with
     `commit=auto` has no lease unless this is given, a stream has one until it is sealed.
+    `dry_run`: end with `planned` where a publication would begin to read tensors, or with what refuses it. Nothing is
+    read, staged, paused or spent, and no version is used up. Only this may leave the version out: the next step.
     """
 
-    version: int | Annotated[str, StringConstraints(max_length=40)] | RunStep
+    version: int | Annotated[str, StringConstraints(max_length=40)] | RunStep | None = None
     path: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
     source: Source | None = None
     id: Id | None = None
@@ -102,9 +104,12 @@ class UpdateRequest(_Body):
     dtypes: Sha256 | None = None
     policy: PolicyBody = PolicyBody()
     lease_s: Seconds | None = None
+    dry_run: bool = False
 
     @model_validator(mode="after")
     def _one_source(self) -> UpdateRequest:
+        if self.version is None and not self.dry_run:
+            raise ValueError("give a version")
         if (self.path is None) == (self.source is None):
             raise ValueError("give exactly one of path and source")
         return self
@@ -305,7 +310,7 @@ class Receipt(BaseModel):
     id: str
     serial: int
     kind: Literal["update", "rollback", "catch_up"]
-    outcome: Literal["committed", "rejected", "aborted", "rolled_back"]
+    outcome: Literal["committed", "planned", "rejected", "aborted", "rolled_back"]
     reason: str | None
     failures: list[FailureBody]
     failures_count: int = 0
@@ -427,13 +432,14 @@ class ModelState(BaseModel):
     """What the fleet's engines run on, beside tensors. `replica`: which of them said so; all members are alike.
 
     `document`: `updater.model_document.ModelDocument`, or null where no member says one. `manifest_digest`: of what is
-    live; empty where it came without a manifest.
+    live; empty where it came without a manifest. `allow_suspicious`: patterns that hold for every update of the fleet.
     """
 
     version: str | None
     manifest_digest: str
     replica: str
     document: dict[str, Any] | None
+    allow_suspicious: list[str] = []
 
 
 class FleetState(BaseModel):

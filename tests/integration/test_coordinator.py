@@ -1033,3 +1033,72 @@ def test_manifest_text_is_kept_under_its_own_hash(tmp_path: Path) -> None:
             assert hashlib.sha256(path.read_bytes()).hexdigest() == path.stem
 
     run(tmp_path, scenario)
+
+
+# --- a dry run
+
+
+@pytest.mark.case("F01")
+def test_a_dry_run_is_answered_and_changes_nothing(tmp_path: Path) -> None:
+    async def scenario(service: LocalService) -> None:
+        one, two = await service.join("one", "two")
+        assert (await service.push(1)).status_code == 200
+        before = (await service.get("/v1/version")).json()
+        path = service.checkpoint("next")
+        ask = {"path": path, "dry_run": True}
+        answer = await service.post("/v1/updates?wait=true", ask)
+        receipt = answer.json()
+        assert (answer.status_code, receipt["outcome"], receipt["version"]) == (200, "planned", "0-2")
+        assert (receipt["live_version"], receipt["rollback_to"], receipt["bytes_read"]) == ("0-1", "start", 0)
+        assert receipt["pause"] is None
+        assert (await service.get("/v1/version")).json() == before
+        assert (one.serving, two.serving) == ("0-1", "0-1")
+        # Its id is its own: the publication that follows is no repeat of it, and neither is another look.
+        again = (await service.post("/v1/updates?wait=true", ask)).json()
+        assert again["id"] != receipt["id"]
+        refused = await service.post("/v1/updates?wait=true", {**ask, "version": 1})
+        assert (refused.status_code, code(refused)) == (412, "stale_version")
+        one_failure(two, "plan", "tensor_shape")
+        answer = await service.post("/v1/updates?wait=true", {**ask, "version": 2})
+        assert (answer.status_code, code(answer)) == (422, "tensor_shape")
+        assert answer.json()["receipt"]["outcome"] == "rejected"
+        answer = await service.post("/v1/updates?wait=true", {"path": path, "version": 2})
+        assert (answer.status_code, answer.json()["id"], answer.json()["outcome"]) == (200, "0-2", "committed")
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.case("F01")
+def test_what_a_dry_run_cannot_be(tmp_path: Path) -> None:
+    async def scenario(service: LocalService) -> None:
+        await service.join("one")
+        path = service.checkpoint("next")
+        stream = {"kind": "broadcast", "address": "127.0.0.1:1", "session": "s"}
+        bodies: list[dict[str, object]] = [
+            {"source": stream, "manifest": {"tensors": []}, "dry_run": True, "version": 1},
+            {"path": path, "dry_run": True, "policy": {"on_busy": "supersede"}},
+        ]
+        for body in bodies:
+            answer = await service.post("/v1/updates", body)
+            assert (answer.status_code, code(answer)) == (422, "mode_unsupported"), answer.text
+            assert answer.json()["hint"]
+        assert code(await service.post("/v1/updates", {"path": path})) == "bad_request"  # no version
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.case("F01")
+def test_dry_runs_that_wait_have_names_of_their_own(tmp_path: Path) -> None:
+    async def scenario(service: LocalService) -> None:
+        await service.join("one")
+        ask = {"dry_run": True, "policy": {"on_busy": "wait"}}
+        names = [
+            (await service.post("/v1/updates", {**ask, "path": service.checkpoint(name)})).json()["id"]
+            for name in ("x", "y", "z")
+        ]
+        assert len(set(names)) == 3
+        await settle()
+        for name in names:
+            assert (await service.get(f"/v1/updates/{name}")).json()["receipt"]["outcome"] == "planned"
+
+    run(tmp_path, scenario)

@@ -154,6 +154,28 @@ def a_rejected_plan_spends_nothing(sim: Simulation) -> None:
 
 
 @story
+def a_dry_run_plans_and_spends_nothing(sim: Simulation) -> None:
+    """What a publication would meet before its first byte; the version stays free, and a publication comes first."""
+    fleet(sim)
+    publish(sim, 0)
+    sim.begin("look", None, dry_run=True)
+    sim.settle()
+    ended(sim, Outcome.PLANNED)
+    assert last(sim).version == Version(0, 1)
+    assert last(sim).rollback_to is not None
+    sim.do_fault("b", "plan", "tensor_shape")
+    sim.begin("look again", 1, dry_run=True)
+    sim.settle()
+    ended(sim, Outcome.REJECTED, "tensor_shape")
+    sim.begin("once more", 1, dry_run=True)
+    assert isinstance(sim.begin("v1", 1), Accepted)
+    sim.settle()
+    assert [result.outcome for result in sim.results[-2:]] == [Outcome.ABORTED, Outcome.COMMITTED]
+    assert sim.results[-2].reason == "superseded"
+    rest(sim)
+
+
+@story
 @pytest.mark.case("B163")
 def members_that_read_different_bytes_do_not_publish(sim: Simulation) -> None:
     """One of them staged before the source changed."""

@@ -1,91 +1,215 @@
-"""`liveweights inspect DIR --against URL`: a folder held against a live fleet, before anything is pushed."""
+"""`liveweights inspect DIR --against URL`: would a push of this folder be refused? The fleet plans it, and that is all.
+
+What needs no tensor byte is judged by the fleet itself: a dry run asks every rank, as a push would. What the bytes are
+judged by is looked at here, by the same rules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any, Literal
 
 from trainer_side.client import Client
+from transports.contents import Content, contents
 from transports.disk import DiskSource
 from updater import wire
 from updater.cli import views
-from updater.core.errors import Failure, LiveweightsError
-from updater.core.participant import NOT_COMPARED, Compared
-from updater.manifest import TensorSpec
+from updater.core.errors import Failure, LiveweightsError, Unauthorized, Unavailable, grouped, told
+from updater.manifest import real_path
 from updater.model_document import ModelDocument, compare
+from updater.schemas import ComparedBody, ModelState, Receipt
 
 SHOWN = 40
+#: Keys of a config that the fleet names one by one; where there are more, they are compared here as well.
+_NAMED = 100
+#: A publication of another client ends a dry run; it is asked again, so often.
+_AGAIN = 5
+_BLANK = "no normal number is in it, only zeros and subnormals"
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """`version`: that would be pushed; None: the next one. `policy`: as in the body of an update. `headers`: read no
+    tensor.
+    """
+
+    url: str
+    version: str | None
+    policy: Mapping[str, Any]
+    headers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """`tensors`: what the names, shapes and dtypes were held against: `manifest` of the live version, or `none`.
+    """`version`: what is live. `planned`: every rank could place the folder. `content`: whether tensors were read.
 
-    `refused`: what a push of the folder would be refused for, of what could be compared here.
+    `refused`: what a push would be refused for, in the order in which it would be found; `code` and `hint` of the
+    first; empty where it would be published.
     """
 
     url: str
     version: str
     replica: str
-    compared: Compared
-    tensors: str
+    compared: ComparedBody
+    planned: bool
+    content: Literal["read", "not read"]
     refused: tuple[Failure, ...]
     warnings: tuple[str, ...]
 
+    @property
+    def code(self) -> str:
+        return self.refused[0].code if self.refused else ""
 
-def look(path: Path, client: Client, url: str, allowed: Sequence[str]) -> Against:
-    """Raises LiveweightsError where the fleet does not answer. A folder that cannot be opened is refused."""
+    @property
+    def hint(self) -> str:
+        groups = grouped(self.refused)
+        return groups[0].hint if groups else ""
+
+    def plain(self) -> dict[str, Any]:
+        """JSON-ready."""
+        fields = {name: getattr(self, name) for name in ("url", "version", "replica", "planned", "content")}
+        return fields | {
+            "compared": self.compared.model_dump(),
+            "would_be_refused": bool(self.refused),
+            "code": self.code,
+            "hint": self.hint,
+            "refused": wire.plain(list(self.refused)),
+            "warnings": list(self.warnings),
+        }
+
+
+def look(path: Path, client: Client, asked: Asked, progress: Progress = lambda _bytes: None) -> Against:
+    """Raises LiveweightsError where the fleet does not answer, or cannot answer now."""
     fleet = client.model()
-    ours = wire.build(ModelDocument, fleet.document) if fleet.document is not None else None
-    version, replica = fleet.version or "", fleet.replica
+    receipt, refused = _planned(path, client, asked)
+    document = _document(path)
+    warnings = receipt.warnings if receipt is not None else []
+    if document is not None and fleet.document is not None and receipt is None:
+        refused = _with_config(refused, document, fleet, asked.policy)
+    if fleet.document is None:
+        warnings = [*warnings, "no replica of this fleet says what it runs on"]
+    read = receipt is not None and not asked.headers
+    if read:
+        refused, noted = _of_content(list(_contents(path, progress)), client, fleet, asked.policy)
+        warnings = [*warnings, *noted]
+    return Against(
+        url=asked.url,
+        version=fleet.version or "",
+        replica=fleet.replica,
+        compared=receipt.compared if receipt is not None else ComparedBody(),
+        planned=receipt is not None,
+        content="read" if read else "not read",
+        refused=refused,
+        warnings=tuple(warnings),
+    )
+
+
+def _planned(path: Path, client: Client, asked: Asked) -> tuple[Receipt | None, tuple[Failure, ...]]:
+    """The receipt of a dry run, or why it was refused. It waits for what another client publishes."""
+    body: dict[str, Any] = {"path": real_path(str(path)), "dry_run": True}
+    body["policy"] = dict(asked.policy) | {"on_busy": "wait"}
+    if asked.version is not None:
+        body["version"] = int(asked.version) if asked.version.isdecimal() else asked.version
+    for _ in range(_AGAIN):
+        try:
+            return client.update(body), ()
+        except (Unauthorized, Unavailable):
+            raise
+        except LiveweightsError as error:
+            last = error
+            if error.code != "superseded":
+                return None, error.failures
+    raise last
+
+
+def _document(path: Path) -> ModelDocument | None:
+    """What the folder says of its model; None where it cannot be read, which the plan says better."""
     try:
         with DiskSource.open(str(path), ("/",)) as source:
-            theirs, specs = source.document(), dict(source.specs)
-    except LiveweightsError as error:
-        return Against(url, version, replica, NOT_COMPARED, "none", error.failures, ())
-    found = compare(theirs, ours or ModelDocument(), allowed, most=None)
-    live = _live_specs(client, fleet.manifest_digest)
-    faults = _tensors(specs, live) if live is not None else ()
-    warnings = found.warnings
-    if ours is None:
-        warnings = (*warnings, "no replica of this fleet says what it runs on")
-    held = "manifest" if live is not None else "none"
-    return Against(url, version, replica, found.compared, held, (*found.refused, *faults), warnings)
-
-
-def _live_specs(client: Client, digest: str) -> dict[str, TensorSpec] | None:
-    """Of the manifest of what is live, where the fleet has one."""
-    if not digest:
-        return None
-    try:
-        tensors = client.manifest(digest)["tensors"]
+            return source.document()
     except LiveweightsError:
         return None
-    return {each["name"]: TensorSpec(each["name"], each["dtype"], tuple(each["shape"])) for each in tensors}
 
 
-def _tensors(found: dict[str, TensorSpec], live: dict[str, TensorSpec]) -> tuple[Failure, ...]:
-    """Names and shapes. A dtype that differs may be rounded, by the policy, so it refuses nothing here."""
-    failures = [Failure("tensor_missing", "the live version has it", tensor=name) for name in live if name not in found]
-    for name, spec in found.items():
-        other = live.get(name)
-        if other is None:
-            failures.append(Failure("tensor_unexpected", "the live version lacks it", tensor=name))
-        elif other.shape != spec.shape:
-            text = f"has shape {list(spec.shape)}, the live version {list(other.shape)}"
-            failures.append(Failure("tensor_shape", text, tensor=name))
-    return tuple(failures)
+def _with_config(
+    refused: tuple[Failure, ...], document: ModelDocument, fleet: ModelState, policy: Mapping[str, Any]
+) -> tuple[Failure, ...]:
+    """With every key in which the config differs, where the fleet found something else first, or names only some."""
+    named = [failure for failure in refused if failure.code == "config_mismatch"]
+    if named and len(named) < _NAMED:
+        return refused
+    ours = wire.build(ModelDocument, fleet.document)
+    found = compare(document, ours, policy.get("allow_config", ()), most=None).refused
+    return (*(failure for failure in refused if failure not in named), *(found or named))
+
+
+# --- what the bytes are judged by
+
+
+def _contents(path: Path, progress: Progress) -> Iterator[Content]:
+    with DiskSource.open(str(path), ("/",)) as source:
+        yield from contents(source, progress)
+
+
+def _of_content(
+    found: list[Content], client: Client, fleet: ModelState, policy: Mapping[str, Any]
+) -> tuple[tuple[Failure, ...], list[str]]:
+    """(refusals, warnings): what is not finite is seen while it is staged, the rest by the vote."""
+    odd = [each for each in found if each.nonfinite]
+    if odd and not policy.get("allow_nonfinite"):
+        return tuple(Failure("tensor_nonfinite", "NaN or infinity", tensor=e.name, file=e.file) for e in odd), []
+    changed = [each for each in found if each.promised and each.digest != each.promised]
+    failures = [
+        Failure("tensor_digest", f"digest {e.digest}, the manifest says {e.promised}", tensor=e.name, file=e.file)
+        for e in changed
+    ]
+    allowed = (*policy.get("allow_suspicious", ()), *fleet.allow_suspicious)
+    blank = [each for each in found if each.blank]
+    live = _live_digests(client, fleet.manifest_digest) if blank else {}
+    warnings = []
+    for each in blank:
+        if each.promised:
+            warnings.append(f"suspicious, but as its digest promises: {_BLANK}: {each.name}")
+        elif any(fnmatchcase(each.name, glob) for glob in allowed):
+            warnings.append(f"allowed although suspicious: {_BLANK}: {each.name}")
+        elif live.get(each.name) == each.digest:
+            warnings.append(f"suspicious, and live already: {_BLANK}: {each.name}")
+        else:
+            hint = "if it is meant so, name it in allow_suspicious, or bring a manifest with digests"
+            text = f"{_BLANK}; refused where the live one has some"
+            failures.append(Failure("tensor_suspicious", text, tensor=each.name, file=each.file, hint=hint))
+    return tuple(failures), warnings
+
+
+def _live_digests(client: Client, digest: str) -> dict[str, str]:
+    """Of the manifest of what is live, where the fleet has one."""
+    if not digest:
+        return {}
+    try:
+        return {each["name"]: each["digest"] for each in client.manifest(digest)["tensors"]}
+    except LiveweightsError:
+        return {}
 
 
 def show(found: Against) -> None:
     out = views.out
-    parts = wire.plain(found.compared) | {"tensors": found.tensors}
-    rows = [(name, "not compared" if held == "none" else "compared") for name, held in parts.items()]
+    rows = [(name, "not compared" if held == "none" else "compared") for name, held in found.compared]
+    rows += [("names, shapes, dtypes", "planned by every rank" if found.planned else "refused")]
+    rows += [("values", found.content)]
     title = f"against {found.version or 'no version'} of {found.url}"
     out.print(views.table(title, ("what", "held against the fleet"), rows))
     for warning in found.warnings:
         out.print(f"warning: {warning}", style="yellow", markup=False)
     if found.refused:
-        faults = [(each.code, each.file, each.tensor, each.message) for each in found.refused[:SHOWN]]
-        out.print(views.table(f"{len(found.refused)} refusals", ("code", "file", "tensor", "what"), faults))
+        faults = [(each.code, each.replica, each.file, each.tensor, each.message) for each in found.refused[:SHOWN]]
+        columns = ("code", "replica", "file", "tensor", "what")
+        out.print(views.table(f"{len(found.refused)} refusals", columns, faults))
+        out.print(f"A push would be refused: {told(grouped(found.refused))}", markup=False, soft_wrap=True)
+    else:
+        what = "" if found.content == "read" else ", as far as can be said without reading its tensors"
+        out.print(f"A push would be published{what}.", markup=False)

@@ -32,22 +32,28 @@ from updater.manifest import TensorSpec
 SHOWN_FAULTS = 40
 
 
-#: (client of a coordinator, its URL, keys that may differ)
-Fleet = tuple[Client, str, tuple[str, ...]]
+#: (client of a coordinator, what a push would ask of it)
+Fleet = tuple[Client, compared.Asked]
 
 
 def run(path: Path, tp: int | None, *, as_json: bool, against: Fleet | None = None) -> bool:
     """Print the report. True if the checkpoint has faults, or the fleet would refuse it."""
     report = look(path, tp)
-    held = compared.look(path, *against) if against is not None else None
+    held = _held(path, *against) if against is not None else None
     if as_json:
-        beside = {} if held is None else {"against": wire.plain(held)}
+        beside = {} if held is None else {"against": held.plain()}
         views.print_json(wire.plain(report) | {"sound": report.sound} | beside)
     else:
         _print(report)
         if held is not None:
             compared.show(held)
     return not report.sound or (held is not None and bool(held.refused))
+
+
+def _held(path: Path, client: Client, asked: compared.Asked) -> compared.Against:
+    files = path.glob("*.safetensors") if path.is_dir() else [path]
+    with views.byte_bar("values", sum(file.stat().st_size for file in files if file.is_file())) as told:
+        return compared.look(path, client, asked, told)
 
 
 def look(path: Path, tp: int | None) -> Report:

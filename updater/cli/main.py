@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from updater.core.errors import Failure, LiveweightsError, RolledBack, Unauthorized, Unavailable
+from updater.cli.policies import Dtypes, Layouts, Suspicious, dtypes_of, layouts_of, takes_policy
+from updater.core.errors import Failure, LiveweightsError, RolledBack, Unauthorized, Unavailable, refuse
 from updater.core.participant import ReleaseTo
-from updater.core.policy import CachePolicy, CommitMode, InFlight, InstallMode, OnBusy, SourceLayout
+from updater.core.policy import CachePolicy, CommitMode, InFlight, OnBusy, SourceLayout
 
 if TYPE_CHECKING:
     from trainer_side.client import Client
@@ -55,18 +56,6 @@ Url = Annotated[str, typer.Option(envvar="LIVEWEIGHTS_URL", help="The coordinato
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for programs.")]
 Roots = Annotated[
     list[Path] | None, typer.Option("--root", help="Folder under which checkpoints must lie; repeatable.")
-]
-Suspicious = Annotated[
-    list[str] | None,
-    typer.Option("--allow-suspicious", help="Pattern of tensors that may hold no normal number; repeatable."),
-]
-Layouts = Annotated[
-    list[str] | None,
-    typer.Option("--layout", help="How tensors lie that hold several, PATTERN=KIND; repeatable: docs/checkpoints.md."),
-]
-AllowConfig = Annotated[
-    list[str] | None,
-    typer.Option("--allow-config", help="Key of the config in which it may differ from the engine; repeatable."),
 ]
 DEFAULT_URL = "http://127.0.0.1:8700"
 MANIFEST = "liveweights.manifest.json"
@@ -145,7 +134,7 @@ def serve(
         settings = replace(
             settings,
             allow_suspicious=tuple(allow_suspicious or ()),
-            layouts=tuple(_layout(text) for text in layout or ()),
+            layouts=tuple(layouts_of(layout)),
             allow_networks=tuple(allow_network or ()),
             new_fleet=new_fleet,
         )
@@ -187,28 +176,23 @@ def engine(
 
 
 @app.command()
+@takes_policy
 def push(
     path: Annotated[Path, typer.Argument(help="A safetensors file, a folder, or an index file.")],
     version: Annotated[str, typer.Argument(help="A step of the current run, or run-step.")],
+    policy: dict[str, Any],
     url: Url = DEFAULT_URL,
-    in_flight: Annotated[InFlight, typer.Option(help="What happens to running requests.")] = InFlight.DRAIN,
-    cache: Annotated[CachePolicy, typer.Option(help="What happens to cached keys and values.")] = CachePolicy.RESET,
-    install: Annotated[InstallMode, typer.Option(help="How new bytes become live.")] = InstallMode.AUTO,
-    on_busy: Annotated[OnBusy, typer.Option(help="If another update is under way.")] = OnBusy.REFUSE,
     base: Annotated[str | None, typer.Option(help="Refuse unless this version is live.")] = None,
-    narrow: Annotated[list[str] | None, typer.Option(help="Allow narrowing SOURCE:PARAMETER, as F32:BF16.")] = None,
-    require_digests: Annotated[bool, typer.Option(help="Refuse a checkpoint without a manifest of digests.")] = False,
-    allow_nonfinite: Annotated[bool, typer.Option(help="Accept NaN and infinity.")] = False,
-    allow_suspicious: Suspicious = None,
-    layout: Layouts = None,
-    require_config: Annotated[bool, typer.Option(help="Refuse a config that cannot be compared.")] = False,
-    allow_config: AllowConfig = None,
     new_run: Annotated[bool, typer.Option(help="Open the next run; VERSION is a step of it.")] = False,
     manifest: Annotated[bool, typer.Option(help="Write the manifest beside the checkpoint first.")] = False,
     id: Annotated[str | None, typer.Option(help="Idempotency key; default: run-step; fresh for a stream.")] = None,
     transport: Annotated[
         Transport, typer.Option(help="Other than disk, this process sends the bytes.")
     ] = Transport.DISK,
+    dtypes: Dtypes = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only plan: say what would refuse it before a tensor is read.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Publish a checkpoint and wait for the receipt."""
@@ -217,36 +201,33 @@ def push(
     body: dict[str, Any] = {
         "path": real_path(str(path)),
         "version": int(version) if version.isdecimal() else version,
-        "policy": {
-            "in_flight": in_flight.value,
-            "cache": cache.value,
-            "install": install.value,
-            "on_busy": on_busy.value,
-            "allow_narrowing": [_pair(text) for text in narrow or ()],
-            "require_digests": require_digests,
-            "allow_nonfinite": allow_nonfinite,
-            "allow_suspicious": list(allow_suspicious or ()),
-            "layouts": {glob: kind.value for glob, kind in map(_layout, layout or ())},
-            "require_config": require_config,
-            "allow_config": list(allow_config or ()),
-            "new_run": new_run,
-        },
+        "policy": policy | {"new_run": new_run},
     }
     body |= {"id": id} if id else {}
     body |= {"base_version": base} if base else {}
+    body |= {"dry_run": True} if dry_run else {}
+    casts = dtypes_of(dtypes)
     with _errors(as_json):
+        if transport is Transport.DISK and casts:
+            hint = "--transport shared_memory (or broadcast) casts; --narrow SOURCE:PARAMETER lets the engine round it"
+            raise refuse("bad_request", "--dtypes: a checkpoint on disk is read as it lies there", hint=hint)
+        if transport is not Transport.DISK and dry_run:
+            hint = "without --transport, where the fleet can read the folder"
+            raise refuse("mode_unsupported", "--dry-run looks at a source on disk", hint=hint)
         if manifest:
             _write_manifest(path)
         if transport is not Transport.DISK:
-            _finish(_stream(path, transport, url, body), as_json)
+            _finish(_stream(path, transport, casts, url, body), as_json)
             return
         with _client(url) as client:
             _finish(_follow(client, body), as_json)
 
 
 @app.command()
+@takes_policy
 def watch(
     directory: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of checkpoint folders.")],
+    policy: dict[str, Any],
     url: Url = DEFAULT_URL,
     marker: Annotated[str, typer.Option(help="File that is written last.")] = MANIFEST,
     settle: Annotated[
@@ -255,8 +236,6 @@ def watch(
     every: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end as a push would.")] = False,
     new_run: Annotated[bool, typer.Option("--new-run", help="Open the next run with what changed last.")] = False,
-    in_flight: Annotated[InFlight, typer.Option(help="What happens to running requests.")] = InFlight.DRAIN,
-    require_digests: Annotated[bool, typer.Option(help="Refuse a checkpoint without a manifest of digests.")] = False,
     as_json: Json = False,
 ) -> None:
     """Publish every new complete checkpoint of a folder: run-step, step-N, checkpoint-N; the newest first.
@@ -266,7 +245,6 @@ def watch(
     from updater.cli import views
     from updater.cli import watch as watching
 
-    policy = {"in_flight": in_flight.value, "require_digests": require_digests}
     with _errors(as_json), _client(url) as client:
         look = watching.Watch(
             directory, client, marker=marker, settle_s=settle, policy=policy, new_run=new_run, told=views.passed_over
@@ -415,8 +393,7 @@ def manifest(
     from updater.cli import views
 
     with _errors(as_json):
-        layouts = [_layout(text) for text in layout or ()]
-        made = _check_manifest(directory) if check else _write_manifest(directory, layouts)
+        made = _check_manifest(directory) if check else _write_manifest(directory, layouts_of(layout))
         summary = {"tensors": len(made.tensors), "manifest_digest": made.digest, "digests": made.has_digests}
         if as_json:
             views.print_json(summary)
@@ -425,23 +402,33 @@ def manifest(
 
 
 @app.command()
+@takes_policy
 def inspect(
     directory: Annotated[Path, typer.Argument(help="Checkpoint folder or file.")],
+    policy: dict[str, Any],
     tp: Annotated[int | None, typer.Option(min=1, help="Also say what a rank of TP=N would read.")] = None,
     against: Annotated[
-        str | None, typer.Option(help="URL of a coordinator: also compare with what its fleet runs on.")
+        str | None, typer.Option(help="URL of a coordinator: would a push to its fleet, by this policy, be refused?")
     ] = None,
-    allow_config: AllowConfig = None,
+    version: Annotated[
+        str | None, typer.Option(help="With --against: that would be pushed; default: the next.")
+    ] = None,
+    new_run: Annotated[bool, typer.Option(help="With --against: as of a push.")] = False,
+    headers: Annotated[
+        bool, typer.Option("--headers", help="With --against: read no tensor, and judge no values.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Files, tensors, bytes, dtypes, and every fault with its place. Exit code 1 if there are faults."""
+    """Files, tensors, bytes, dtypes, and every fault with its place. Exit code 1 if a push would be refused."""
+    from updater.cli import against as comparing
     from updater.cli import inspect
 
     with _errors(as_json):
         if against is None:
             raise typer.Exit(Exit.REFUSED if inspect.run(directory, tp, as_json=as_json) else Exit.OK)
         with _client(against) as client:
-            faulty = inspect.run(directory, tp, as_json=as_json, against=(client, against, tuple(allow_config or ())))
+            asked = comparing.Asked(against, version, policy | {"new_run": new_run}, headers)
+            faulty = inspect.run(directory, tp, as_json=as_json, against=(client, asked))
         raise typer.Exit(Exit.REFUSED if faulty else Exit.OK)
 
 
@@ -468,12 +455,14 @@ def _follow(client: Client, body: dict[str, Any]) -> Receipt:
         return client.update({**body, "id": begun.id})
 
 
-def _stream(path: Path, transport: Transport, url: str, body: dict[str, Any]) -> Receipt:
+def _stream(
+    path: Path, transport: Transport, dtypes: str | dict[str, str] | None, url: str, body: dict[str, Any]
+) -> Receipt:
     """Send a checkpoint tensor by tensor; engines need not see its files."""
     from trainer_side.pusher import Pusher
 
     def send(told: Callable[[int], None]) -> Receipt:
-        with Pusher(url, transport=transport.value) as pusher:
+        with Pusher(url, transport=transport.value, dtypes=dtypes) as pusher:
             return pusher.push(
                 path,
                 body["version"],
@@ -521,21 +510,6 @@ def _with_bar(directory: Path, what: str, work: Callable[[Callable[[int], None]]
     total = sum(file.stat().st_size for file in directory.glob("*.safetensors")) if directory.is_dir() else None
     with views.byte_bar(what, total) as told:
         return work(told)
-
-
-def _pair(text: str) -> list[str]:
-    source, _, parameter = text.partition(":")
-    if not source or not parameter:
-        raise typer.BadParameter(f"{text!r} is not SOURCE:PARAMETER, for example F32:BF16")
-    return [source.upper(), parameter.upper()]
-
-
-def _layout(text: str) -> tuple[str, SourceLayout]:
-    glob, _, kind = text.rpartition("=")
-    if not glob or kind not in tuple(SourceLayout):
-        kinds = ", ".join(SourceLayout)
-        raise typer.BadParameter(f"{text!r} is not PATTERN=KIND with a kind of {kinds}")
-    return glob, SourceLayout(kind)
 
 
 def _named(text: str) -> tuple[str, str]:

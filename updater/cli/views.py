@@ -21,7 +21,7 @@ from updater.schemas import FailureBody, FleetState, MemberState, Receipt, Versi
 out = Console(width=None if sys.stdout.isatty() else 160)
 err = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
 
-_COLOURS = {"committed": "green", "rejected": "yellow", "aborted": "yellow", "rolled_back": "red"}
+_COLOURS = {"committed": "green", "planned": "green", "rejected": "yellow", "aborted": "yellow", "rolled_back": "red"}
 
 
 def print_json(value: Any) -> None:

@@ -312,6 +312,7 @@ class Coordinator:
             manifest_digest=live.manifest_digest if live is not None else "",
             replica=found[0] if found is not None else "",
             document=wire.plain(found[1]) if found is not None else None,
+            allow_suspicious=list(self.settings.allow_suspicious),
         )
 
     def fleet(self) -> FleetView:

@@ -16,7 +16,7 @@ from updater.core.begin import wanted_version
 from updater.core.errors import Rejected, refuse
 from updater.core.events import Begin
 from updater.core.participant import STREAMS, DiskOffer, Kind, Offer, StreamOffer
-from updater.core.policy import Policy, conflict
+from updater.core.policy import OnBusy, Policy, conflict
 from updater.core.state import FleetState
 from updater.core.version import START, Version
 from updater.manifest import Manifest, real_path
@@ -67,6 +67,8 @@ def asked_update(
     if request.adapter is not None:
         raise refuse("adapter_unsupported", "adapters cannot be published yet")
     policy = extended(_policy(request.policy))
+    if request.dry_run:
+        _check_dry_run(request, policy)
     run, step = _version(request)
     body, body_hash = _hashed(Kind.UPDATE, request)
     event = Begin(
@@ -76,9 +78,12 @@ def asked_update(
         run=run,
         base=_label(request.base_version, "base_version") if request.base_version is not None else None,
         policy=policy,
+        dry_run=request.dry_run,
     )
     version = str(wanted_version(state, event))
-    if request.id is None:
+    if request.id is None and request.dry_run:
+        event = replace(event, update=_unused(f"dry-run-{state.serial + 1}", known))
+    elif request.id is None:
         live = str(state.live.label.version) if state.live is not None else ""
         event = _named(event, version, known, live, lambda: _looks(request, roots))
     if known(event.update) is not None:
@@ -87,6 +92,22 @@ def asked_update(
     source = seen(offer.path) if isinstance(offer, DiskOffer) else UNSEEN
     event = replace(event, offer=offer, manifest=_manifest(request.manifest, uploaded))
     return Asked(event, version, body, request.lease_s, source)
+
+
+def _check_dry_run(request: UpdateRequest, policy: Policy) -> None:
+    if request.transport != "disk":
+        text = "a dry run looks at a source on disk; what a stream brings is planned when it begins"
+        raise refuse("mode_unsupported", text, hint="name the path of a folder")
+    if policy.on_busy is OnBusy.SUPERSEDE:
+        raise refuse("mode_unsupported", "a dry run takes the place of no update", hint="on_busy=wait")
+
+
+def _unused(name: str, known: Known) -> str:
+    found, number = name, 1
+    while known(found) is not None:
+        number += 1
+        found = f"{name}.{number}"
+    return found
 
 
 def _looks(request: UpdateRequest, roots: tuple[Path, ...]) -> Seen:
@@ -148,9 +169,11 @@ def _policy(body: PolicyBody) -> Policy:
     return policy
 
 
-def _version(request: UpdateRequest) -> tuple[int | None, int]:
-    """(run or None for the current one, step)."""
+def _version(request: UpdateRequest) -> tuple[int | None, int | None]:
+    """(run or None for the current one, step or None for the next one)."""
     asked = request.version
+    if asked is None:
+        return None, None
     if isinstance(asked, RunStep):
         return asked.run, asked.step
     if isinstance(asked, str):
@@ -178,8 +201,9 @@ _LATER = ("allow_suspicious", "layouts", "require_config", "allow_config")
 def _hashed(kind: Kind, request: UpdateRequest | RollbackRequest) -> tuple[str, str]:
     """The request without its id, in one form for all spellings of it, and the SHA-256 of that."""
     plain: dict[str, Any] = request.model_dump(mode="json", exclude={"id"})
-    if plain.get("dtypes") is None:  # the same body as before there were any
-        plain.pop("dtypes", None)
+    for name in ("dtypes", "dry_run"):
+        if not plain.get(name):  # the same body as before there were any
+            plain.pop(name, None)
     for name in _LATER:
         if not plain["policy"][name]:
             del plain["policy"][name]

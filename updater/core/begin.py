@@ -37,13 +37,19 @@ def begin(state: FleetState, event: Begin) -> Moved:
         failures = refusals(state, event)
         return (state, (Denied(failures),)) if failures else start(state, event)
     active = state.update
-    if active is None or active.kind is Kind.CATCH_UP or event.policy.on_busy is not OnBusy.REFUSE:
+    if active is None or _gives_way(active, event) or event.policy.on_busy is not OnBusy.REFUSE:
         return _begin_later(state, event)
     return state, (Denied((Failure("busy", f"update {active.update} is running"),), active.update),)
 
 
+def _gives_way(active: Transaction, event: Begin) -> bool:
+    return active.kind is Kind.CATCH_UP or (active.gives_way and not event.dry_run)
+
+
 def _begin_later(state: FleetState, event: Begin) -> Moved:
-    """Wait, or take the place of a running update. What a catch-up does can wait, so it never makes a client wait."""
+    """Wait, or take the place of a running update. What a catch-up or a dry run does can wait, so neither makes a
+    client wait that publishes.
+    """
     active = state.update
     if len(state.queue) >= QUEUE_LIMIT:
         return state, (Denied((Failure("busy", f"{QUEUE_LIMIT} updates are waiting"),)),)
@@ -51,7 +57,7 @@ def _begin_later(state: FleetState, event: Begin) -> Moved:
     accepted = Accepted(event.update, queued=True)
     if active is None:
         return waiting, (accepted,)
-    if active.kind is Kind.CATCH_UP:
+    if _gives_way(active, event):
         moved = undo(waiting, "superseded") or (waiting, ())
         return moved[0], (accepted, *moved[1])
     if event.policy.on_busy is OnBusy.WAIT:
@@ -111,10 +117,11 @@ def _blocks(state: FleetState, kind: Kind) -> list[Failure]:
 
 def wanted_version(state: FleetState, event: Begin) -> Version:
     """The version an update asks for. A bare step is one of the current run, or of the next with `new_run`."""
-    current_run = state.highest.run
-    if event.run is not None:
-        return Version(event.run, event.step)
-    return Version(current_run + 1 if event.policy.new_run else current_run, event.step)
+    highest = state.highest
+    run = event.run if event.run is not None else highest.run + 1 if event.policy.new_run else highest.run
+    if event.step is None:
+        return Version(run, highest.step + 1 if run == highest.run else 0)
+    return Version(run, event.step)
 
 
 def _update_problem(state: FleetState, event: Begin) -> Failure | None:
@@ -125,9 +132,9 @@ def _update_problem(state: FleetState, event: Begin) -> Failure | None:
         unknown = next((member for member in candidates(state, event.kind) if not member.ranks), None)
         if unknown is not None:
             return Failure("transport_unsupported", "does not say how many ranks it has", replica=unknown.replica)
-    if event.step < 0:
-        return Failure("bad_request", f"step {event.step} is negative")
     version = wanted_version(state, event)
+    if version.step < 0:
+        return Failure("bad_request", f"step {version.step} is negative")
     expected_run = state.highest.run + 1 if event.policy.new_run else state.highest.run
     if version <= state.highest:
         return Failure("stale_version", f"{version} does not exceed {state.highest}, the highest decided one")
@@ -171,6 +178,7 @@ def start(state: FleetState, event: Begin) -> Moved:
         offer=_seated(event.offer, members),
         manifest=event.manifest,
         participants=tuple((member.replica, member.incarnation) for member in members),
+        dry_run=event.dry_run,
         enlisted=frozenset(member.replica for member in members if member.standing is Standing.JOINING),
         digest=target.digest if target else "",
         commit_requested=event.policy.commit is CommitMode.AUTO,

@@ -19,9 +19,10 @@ from updater.core.version import Version
 
 
 class Outcome(StrEnum):
-    """How an update ends, exactly once (I4)."""
+    """How an update ends, exactly once (I4). `planned`: of a dry run that a publication would have gone on from."""
 
     COMMITTED = "committed"
+    PLANNED = "planned"
     REJECTED = "rejected"
     ABORTED = "aborted"
     ROLLED_BACK = "rolled_back"

@@ -22,14 +22,16 @@ class Begin:
     """A new update or rollback. Idempotency by `update` (same id, same body) is the shell's: a repeat never gets here.
 
     `step`, `run`: the version that an update asks for; `run` None is the current run, or the next with
-    `policy.new_run`. For a rollback `target` is what to go back to (None: whatever `rollback_to` is).
+    `policy.new_run`; `step` None, of a dry run, is the step that comes next. For a rollback `target` is what to go back
+    to (None: whatever `rollback_to` is).
     `base` / `expected`: what must be live (`base_mismatch`, `expected_mismatch`), None: not asked.
+    `dry_run`: end once everything is planned. Nothing is staged, and what another client begins meanwhile comes first.
     """
 
     update: str
     body_hash: str
     kind: Kind = Kind.UPDATE
-    step: int = 0
+    step: int | None = 0
     run: int | None = None
     base: Version | None = None
     target: Version | None = None
@@ -37,6 +39,7 @@ class Begin:
     offer: Offer | None = None
     manifest: str = ""
     policy: Policy = field(default_factory=Policy)
+    dry_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,6 +177,8 @@ def proceed(state: FleetState) -> Moved:
         return trouble(state, problems)
     if not row.tolerant and row.verb and not update.replies:
         return trouble(state, (Failure("replica_lost", "no participant is left"),))
+    if state.phase is Phase.PLANNING and update.dry_run:
+        return enter(replace(state, update=replace(update, end=Outcome.PLANNED)), Phase.DISCARDING)
     return enter(state, row.done or after_reopening(update))
 
 

@@ -91,8 +91,8 @@ class Transaction:
     `one_way`: those of them whose install keeps nothing to go back to.
     `waiting`: who has not answered in this phase. `end`: set on the way out: outcome to finish with.
     `sealed`: the stream is complete; `digests`: what the trainer promised with that.
-    `attempt` is 0 until the first PAUSING. `retry`: only time ran out in PAUSING. `recording`: this phase's record is
-    not durable yet.
+    `dry_run`: it ends once it is planned. `attempt` is 0 until the first PAUSING. `retry`: only time ran out in
+    PAUSING. `recording`: this phase's record is not durable yet.
     """
 
     update: str
@@ -104,6 +104,7 @@ class Transaction:
     offer: Offer | None
     manifest: str
     participants: tuple[tuple[str, str], ...]
+    dry_run: bool = False
     enlisted: frozenset[str] = frozenset()
     one_way: frozenset[str] = frozenset()
     attempt: int = 0
@@ -130,6 +131,11 @@ class Transaction:
     @property
     def label(self) -> Label:
         return Label(self.version, self.digest)
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether it can be done again later as well, so that what a client wants to publish comes first."""
+        return self.kind is Kind.CATCH_UP or self.dry_run
 
     @property
     def awaits_seal(self) -> bool:

@@ -68,7 +68,7 @@ class _Face:
     def add_updates(self, app: FastAPI) -> None:
         update = "/v1/updates/{update_id}"
         ended: dict[int | str, dict[str, Any]] = {
-            200: {"model": Receipt, "description": "It was waited for: committed."}
+            200: {"model": Receipt, "description": "It was waited for: committed, or planned where that was asked."}
         }
         app.post("/v1/updates", status_code=202, response_model=UpdateState, responses=ended)(self.begin)
         app.post("/v1/rollback", status_code=202, response_model=UpdateState, responses=ended)(self.rollback)
@@ -115,7 +115,7 @@ class _Face:
         return self._ended(update)
 
     def _ended(self, update: Update) -> Response:
-        """200 only for committed; every other end is a problem that carries the receipt."""
+        """200 only for committed, or planned of a dry run; every other end is a problem that carries the receipt."""
         receipt = update.receipt
         if receipt is None:
             failure = self._coordinator.stopped or Failure("shut", "the coordinator ended")

@@ -46,7 +46,7 @@ class Happenings(Watched):
     def begin(
         self,
         update: str,
-        step: int,
+        step: int | None,
         *,
         content: str | None = None,
         manifest: str = "",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from safetensors.torch import load_file, save_file
 from torch import ones
 from typer.testing import CliRunner, Result
@@ -16,6 +17,7 @@ from typer.testing import CliRunner, Result
 from trainer_side import flows
 from trainer_side.testing import RECEIPT, FakeCoordinator
 from updater.cli.main import Exit, app, exit_code
+from updater.cli.policies import PANEL, dtypes_of, policy_of, takes_policy
 from updater.core.errors import (
     Aborted,
     Failure,
@@ -29,6 +31,7 @@ from updater.core.errors import (
 from updater.core.policy import SourceLayout
 from updater.http import problem_body
 from updater.manifest import FILE_NAME, Manifest
+from updater.schemas import PolicyBody
 from updater.wire import WireError
 
 
@@ -70,6 +73,82 @@ def test_each_consequence_has_its_exit_code(
     document = json.loads(ran.stdout)
     assert document["failures"][0]["tensor"] == "w"
     assert document["receipt"]["serial"] == RECEIPT["serial"]
+
+
+def options_of(command: str) -> dict[str, tuple[object, str]]:
+    """Option -> (default, help) of those that belong to the policy."""
+    group: Any = typer.main.get_command(app)
+    return {
+        each.name: (each.default, each.help)
+        for each in group.commands[command].params
+        if getattr(each, "rich_help_panel", None) == PANEL
+    }
+
+
+@pytest.mark.case("F01", "F04", "F05", "F26")
+def test_commands_that_publish_take_one_policy() -> None:
+    """Every field of a policy that the command line can say; `commit` and `new_run` belong to a command of its own."""
+    assert options_of("push") == options_of("watch") == options_of("inspect")
+    assert set(policy_of()) == set(PolicyBody.model_fields) - {"commit", "new_run", "previous", "partial"}
+    assert PolicyBody.model_validate(policy_of()) == PolicyBody()
+
+
+def test_what_is_asked_reaches_the_request_of_each_command(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "step-9")
+    (folder / FILE_NAME).write_text("{}")
+    asked = [
+        "--in-flight",
+        "abort",
+        "--cache",
+        "namespace",
+        "--install",
+        "flip",
+        "--on-busy",
+        "wait",
+        "--attempts",
+        "2",
+    ]
+    asked += ["--narrow", "f32:bf16", "--require-digests", "--allow-nonfinite", "--allow-suspicious", "*.bias"]
+    asked += ["--layout", "*.qkv=by_kv_head", "--require-config", "--allow-config", "rope_theta", "--quiesce", "1.5"]
+    asked += ["--deadline", "60", "--pause-lease", "2"]
+    assert run("push", str(folder), "9", "--url", coordinator.url, "--json", *asked).exit_code == 0
+    pushed = coordinator.bodies[-1]["policy"]
+    assert run("watch", str(tmp_path), "--once", "--url", coordinator.url, "--json", *asked).exit_code == 0
+    assert coordinator.bodies[-1]["policy"] == {key: value for key, value in pushed.items() if key != "new_run"}
+    changed = PolicyBody.model_validate(pushed)
+    assert {name for name in policy_of() if getattr(changed, name) == getattr(PolicyBody(), name)} == set()
+
+
+def test_a_dry_run_is_asked_for_and_a_stream_has_none(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "v7")
+    assert run("push", str(folder), "7", "--url", coordinator.url, "--json", "--dry-run").exit_code == 0
+    assert coordinator.bodies[-1]["dry_run"] is True
+    streamed = run(
+        "push", str(folder), "7", "--url", coordinator.url, "--json", "--dry-run", "--transport", "broadcast"
+    )
+    assert (streamed.exit_code, json.loads(streamed.stdout)["code"]) == (Exit.REFUSED, "mode_unsupported")
+
+
+@pytest.mark.case("F26")
+def test_dtypes_are_those_of_a_stream(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "v7")
+    refused = run("push", str(folder), "7", "--url", coordinator.url, "--json", "--dtypes", "BF16")
+    told = json.loads(refused.stdout)
+    assert (refused.exit_code, told["code"]) == (Exit.REFUSED, "bad_request")
+    assert "--transport" in told["hint"]
+    assert coordinator.bodies == []
+    assert (dtypes_of(None), dtypes_of(["engine"]), dtypes_of(["BF16"])) == (None, "engine", "BF16")
+    assert dtypes_of(["*=BF16", "*.router.weight=F32"]) == {"*": "BF16", "*.router.weight": "F32"}
+    for wrong in (["BF16", "F32"], ["=F32"], ["*="]):
+        with pytest.raises(typer.BadParameter):
+            dtypes_of(wrong)
+
+
+def test_a_command_may_not_say_an_option_of_the_policy_again() -> None:
+    def clashes(policy: dict[str, Any], cache: str = "") -> None: ...
+
+    with pytest.raises(TypeError):
+        takes_policy(clashes)
 
 
 def test_push_sends_what_was_asked_for_and_prints_the_receipt(coordinator: FakeCoordinator, tmp_path: Path) -> None:

@@ -101,6 +101,26 @@ def test_nobody_to_publish_to() -> None:
     assert code(fleet.step(FleetState("f", 1), Begin("u", "u", offer=DiskOffer("/x")))[1][0]) == "no_members"
 
 
+@pytest.mark.case("F01")
+def test_a_dry_run_gives_way_to_a_publication_and_to_no_other_dry_run(sim: Simulation) -> None:
+    sim.begin("look", None, dry_run=True)
+    assert code(sim.begin("again", None, dry_run=True)) == "busy"
+    assert isinstance(sim.begin("later", None, dry_run=True, policy=Policy(on_busy=OnBusy.WAIT)), Accepted)
+    sim.settle()
+    assert [(each.update, each.outcome) for each in sim.results[-2:]] == [
+        ("look", Outcome.PLANNED),
+        ("later", Outcome.PLANNED),
+    ]
+    assert {each.version for each in sim.results[-2:]} == {Version(0, 4)}
+    sim.begin("v4", 4)
+    assert code(sim.begin("look", None, dry_run=True)) == "busy"
+    sim.settle()
+    assert sim.results[-1].outcome is Outcome.COMMITTED
+    sim.begin("new run", None, dry_run=True, policy=Policy(new_run=True))
+    sim.settle()
+    assert (sim.results[-1].version, sim.results[-1].outcome) == (Version(1, 0), Outcome.PLANNED)
+
+
 def test_the_queue_is_bounded(sim: Simulation) -> None:
     sim.begin("u", 4)
     wait = Policy(on_busy=OnBusy.WAIT)
