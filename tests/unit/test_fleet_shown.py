@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +236,23 @@ def test_history_stays_ordered_when_the_next_clock_is_behind(tmp_path: Path, cap
     with caplog.at_level(logging.WARNING, "liveweights.coordinator"):
         asyncio.run(main())
     assert [record for record in caplog.records if "clock" in record.getMessage()]
+
+
+@pytest.mark.case("F61")
+def test_the_lower_of_two_owners_of_one_epoch_says_once_that_there_is_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with LocalService(tmp_path, new_fleet=True) as service:
+            (front,) = await service.join("one")
+            led = front.state.owner
+            for _ in range(2):
+                front.state = replace(front.state, owner=f"~{led}")
+                await service.advance(2)
+                assert front.state.owner == led
+            assert (await service.push(3)).status_code == 200
+
+    with caplog.at_level(logging.WARNING, "liveweights.coordinator"):
+        asyncio.run(main())
+    (said,) = [record for record in caplog.records if "copy" in record.getMessage()]
+    assert said.levelno == logging.WARNING

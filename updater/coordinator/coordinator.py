@@ -34,7 +34,7 @@ from updater.core import events as ev
 from updater.core.begin import candidates
 from updater.core.effects import Denied, Finish, Started
 from updater.core.errors import Failure, Unavailable
-from updater.core.participant import Call, Claim, Claimed, Description, DiskOffer, Kind
+from updater.core.participant import Call, Claim, Claimed, Description, DiskOffer, FrontStatus, Kind
 from updater.core.state import FleetState, Member, Phase, Standing
 from updater.core.waiting import obstacle
 from updater.schemas import DtypesState, MemberState, ModelState, VersionState
@@ -80,6 +80,7 @@ class Coordinator:
         self._owning: asyncio.Task[None] | None = None
         self._recovered = False
         self._said: set[Failure] = set()
+        self._copies: set[str] = set()  # owners that lost against this one
         self._owner = secrets.token_hex(8)
         self._callers = Callers(self._clock, deadlines.watch_s)
         self._recovery = Recovery(self._journal, self._directory, self._make, settings, self._clock, self._owner)
@@ -218,12 +219,24 @@ class Coordinator:
         return [replica for replica, _ in update.participants] if update is not None else []
 
     def on_event(self, event: ev.Event) -> None:
+        if isinstance(event, ev.Seen):
+            self._say_copy(event.replica, event.status)
         if isinstance(event, ev.Replied | ev.Refused):
             self._directory.answered(event.replica)
         if isinstance(event, ev.Replied):
             self.desk.heard(event)
             if event.verb == "lead":
                 self.joins.obeyed(event.replica)
+
+    def _say_copy(self, replica: str, status: FrontStatus) -> None:
+        """Of two with one epoch the higher owner stops, and says so itself; this is the word of the other."""
+        mine = (status.fleet, status.epoch) == (self.state.fleet, self.state.epoch)
+        if mine and status.owner > self._owner and status.owner not in self._copies:
+            self._copies.add(status.owner)
+            _log.warning(
+                "another coordinator, on a copy of this journal, has led %s with the same epoch %d: this one goes on;"
+                " give every coordinator a state folder of its own", replica, status.epoch,
+            )  # fmt: skip
 
     def on_started(self, started: Started) -> None:
         self.desk.started(started)
