@@ -139,10 +139,9 @@ class HandCoordinator:
         return await self.call("verify", VerifyRequest(self.fence(serial), deadline_s))
 
     async def prepare(self, serial: int, path: Path | None, version: str, **changes: Any) -> Any:
-        """Plan, stage, seal, verify: the vote."""
+        """Plan, stage, verify: the vote."""
         await self.plan(serial, path, version, **changes)
         await self.stage(serial)
-        await self.call("seal", FenceRequest(self.fence(serial)))
         return await self.verify(serial)
 
     async def pause(

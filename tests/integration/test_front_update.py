@@ -15,7 +15,7 @@ from engine_adapter.rank.messages import RankStatus
 from engine_adapter.replica.door import Limits
 from engine_adapter.testing.fronts import PROMPT, HandCoordinator, Stage, code_of, toy_stage
 from updater.core.errors import LiveweightsError
-from updater.core.participant import FenceRequest, FrontState, Kind, SpareState, StageRequest, StatusRequest
+from updater.core.participant import FrontState, Kind, SpareState, StageRequest, StatusRequest
 from updater.core.policy import CachePolicy, InFlight
 
 pytestmark = pytest.mark.engine
@@ -186,18 +186,18 @@ def test_a_lease_ends_by_its_own_timer_too(stage: Stage) -> None:
     stage.play(scene)
 
 
-def test_a_renewed_lease_lasts(stage: Stage) -> None:
+def test_a_later_attempt_brings_a_lease_of_its_own(stage: Stage) -> None:
     async def scene(c: HandCoordinator) -> None:
         serial, path, version = stage.next()
         await c.prepare(serial, path, version)
         await c.pause(serial, lease_s=600.0)
         stage.later(500.0)
-        await c.call("renew", FenceRequest(c.fence(serial, 1)))
+        await c.pause(serial, 2, lease_s=600.0)
         stage.later(500.0)
         left = (await c.status()).lease_left_s
         assert left is not None
         assert 0 < left <= 100.0
-        await c.discard(serial, 1)
+        await c.discard(serial, 2)
         await c.until(lambda status: status.state is FrontState.OPEN)
 
     stage.play(scene)

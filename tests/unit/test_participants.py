@@ -84,7 +84,7 @@ def test_a_real_front_over_a_real_socket(path: str) -> None:
             assert isinstance(status, FrontStatus)
             assert (status.replica, status.incarnation) == ("one", front.state.incarnation)
             with pytest.raises(Refusal) as refused:
-                await client.call("renew", FENCE, 20)
+                await client.call("restore", FENCE, 20)
             assert [(failure.code, failure.replica) for failure in refused.value.failures] == [
                 ("replica_fenced", "one")
             ]

@@ -19,10 +19,8 @@ Rules for every verb:
 | join | after describe, fleet idle | once per incarnation | another fleet, another live digest |
 | plan | PLANNING | once per update | yes: names, shapes, dtypes, coverage, space, modes |
 | stage | STAGING | once per update | yes: read errors, changed source, non-finite values |
-| seal | not sent: what a seal promises comes with `verify` | any | no |
 | verify | VERIFYING | once per update | yes: coverage, digests: this is the vote |
 | pause | PAUSING | once per attempt | yes: not staged, asleep, ranks at different steps, time |
-| renew | while paused | any | yes: lease already over |
 | install | INSTALLING, after `decided` | once per attempt | only by the state table |
 | invalidate | INVALIDATING | once per attempt | a cache tier that did not clear |
 | restore | RESTORING | once per attempt | only by the state table |
@@ -39,24 +37,6 @@ from typing import Literal
 
 from updater.core.errors import Failure
 from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode, SourceLayout
-
-VERBS = (
-    "describe",
-    "lead",
-    "join",
-    "plan",
-    "stage",
-    "seal",
-    "verify",
-    "pause",
-    "renew",
-    "install",
-    "invalidate",
-    "restore",
-    "resume",
-    "discard",
-    "status",
-)
 
 
 class Kind(StrEnum):
@@ -441,7 +421,7 @@ class StatusRequest:
 
 @dataclass(frozen=True, slots=True)
 class FenceRequest:
-    """A verb that needs nothing but its fence: lead, seal, renew, install, restore."""
+    """A verb that needs nothing but its fence: lead, install, restore."""
 
     fence: Fence
 
@@ -507,10 +487,8 @@ MESSAGES: dict[str, tuple[type, type]] = {
     "join": (JoinRequest, Ack),
     "plan": (PlanRequest, PlanReply),
     "stage": (StageRequest, StageReply),
-    "seal": (FenceRequest, Ack),
     "verify": (VerifyRequest, VerifyReply),
     "pause": (PauseRequest, PauseReply),
-    "renew": (FenceRequest, Ack),
     "install": (FenceRequest, Ack),
     "invalidate": (InvalidateRequest, Ack),
     "restore": (FenceRequest, Ack),

@@ -25,7 +25,7 @@ from updater.core.replica_state import (
     Step,
     Work,
 )
-from updater.core.replica_steps import ack, begin, bury, drop_work, failed, finish, reached, refuse, superseded
+from updater.core.replica_steps import begin, bury, drop_work, failed, finish, reached, refuse, superseded
 
 
 def pause(state: ReplicaState, event: Asked, now: float) -> Step:
@@ -61,13 +61,6 @@ def pause_again(state: ReplicaState, event: Asked, now: float) -> Step:
     key = (event.fence.serial, event.fence.attempt)
     paused = replace(state, key=key, lease_s=request.lease_s, lease_end=end, pause_reply=reply)
     return paused, (SetLease(end), Answer("pause", event.fence, reply))
-
-
-def renew(state: ReplicaState, event: Asked, now: float) -> Step:
-    if state.lease_end is None or state.key != (event.fence.serial, event.fence.attempt):
-        return state, refuse(event, "lease_expired", "no such lease is running")
-    end = now + state.lease_s
-    return replace(state, lease_end=end), (SetLease(end), *ack(event))
 
 
 # --- back to the old version

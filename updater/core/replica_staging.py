@@ -103,13 +103,6 @@ def stage_done(state: ReplicaState, event: Done, now: float) -> Step:
     return finish(replace(state, reached="staged"), event, event.reply)
 
 
-def seal(state: ReplicaState, event: Asked, now: float) -> Step:
-    """No stream, nothing to seal."""
-    if state.serial != event.fence.serial:
-        return state, refuse(event, "wrong_phase", "nothing is planned under this serial")
-    return state, ack(event)
-
-
 def verify(state: ReplicaState, event: Asked, now: float) -> Step:
     rollback = state.plan is not None and state.plan.kind is Kind.ROLLBACK
     if not reached(state, event, "planned" if rollback else "staged"):

@@ -22,7 +22,7 @@ from updater.core.replica_state import (
 )
 
 #: Verbs that a tombstone kills.
-FORWARD = frozenset({"plan", "stage", "seal", "verify", "pause", "renew", "install"})
+FORWARD = frozenset({"plan", "stage", "verify", "pause", "install"})
 #: Asked by an operator of the replica: they do not say that a coordinator is there.
 OPERATOR = frozenset({"readmit", "release"})
 #: Verbs whose first answer is kept; the others are idempotent by what the state says.

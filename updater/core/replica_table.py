@@ -64,7 +64,6 @@ ROWS = (
     # staging goes on beside serving
     Row(SERVING, "plan", staging.plan, SERVING),
     Row(SERVING, "stage", staging.stage, SERVING),
-    Row(SERVING, "seal", staging.seal, SERVING),
     Row(SERVING, "verify", staging.verify, SERVING),
     Row(SERVING, "plan done", staging.plan_done, SERVING),
     Row(SERVING, "stage done", staging.stage_done, SERVING),
@@ -74,7 +73,6 @@ ROWS = (
     Row((S.CLOSING,), "pause done", pausing.quiesced, (S.PAUSED,)),
     Row((S.CLOSING,), "pause failed", steps.failed, (S.CLOSING,)),
     Row((S.PAUSED,), "pause", pausing.pause_again, (S.PAUSED,)),
-    Row(SHUT_UNINSTALLED, "renew", pausing.renew, SHUT_UNINSTALLED),
     Row(SHUT_UNINSTALLED, "lease ends", pausing.lease_ends, SHUT_UNINSTALLED),
     Row(SHUT_UNINSTALLED, "resume", pausing.reopen_old, SHUT_UNINSTALLED),
     Row(SHUT_UNINSTALLED, "resume done", pausing.reopened, REOPENED),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from updater.core import diagram
-from updater.core.participant import VERBS, FrontState
+from updater.core.participant import MESSAGES, FrontState
 from updater.core.replica_table import ROWS as REPLICA_ROWS
 from updater.core.state import Phase
 from updater.core.table import ROWS
@@ -29,7 +31,13 @@ def test_no_state_has_two_rows_for_one_trigger() -> None:
 def test_every_front_state_and_every_verb_that_moves_one_is_in_the_table() -> None:
     states = {state for row in REPLICA_ROWS for state in (*row.sources, *row.targets)}
     assert states == set(FrontState)
-    assert {row.trigger.split()[0] for row in REPLICA_ROWS} >= set(VERBS) - {"describe", "status"}
+    assert {row.trigger.split()[0] for row in REPLICA_ROWS} >= set(MESSAGES) - {"describe", "status"}
+
+
+@pytest.mark.case("F45")
+def test_every_verb_of_the_contract_is_sent() -> None:
+    """By a phase, or beside the phases: a look, the first word of a coordinator, an admission."""
+    assert {row.verb for row in ROWS if row.verb} | {"describe", "status", "lead", "join"} == set(MESSAGES)
 
 
 def test_phases_that_wait_for_messages_have_a_deadline() -> None:

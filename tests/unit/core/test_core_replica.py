@@ -9,7 +9,6 @@ import pytest
 
 from updater.core.errors import Failure
 from updater.core.participant import (
-    Ack,
     DiscardRequest,
     DiskOffer,
     Fence,
@@ -240,11 +239,9 @@ def test_verbs_out_of_order_are_refused() -> None:
     fence = front.fence(5, 0)
     requests = {
         "stage": StageRequest(fence, 1),
-        "seal": FenceRequest(fence),
         "verify": VerifyRequest(fence, 1),
         "pause": PauseRequest(front.fence(5, 1), InFlight.DRAIN, 1, 1),
         "install": FenceRequest(front.fence(5, 1)),
-        "renew": FenceRequest(front.fence(5, 1)),
         "invalidate": InvalidateRequest(front.fence(5, 1), CachePolicy.RESET),
     }
     for verb, request in requests.items():
@@ -278,13 +275,6 @@ def test_a_rollback_that_is_taken_back_keeps_the_copy() -> None:
     front.done("restore", front.fence(6, 1))
     assert front.state.spare == Spare(SpareState.PREVIOUS, 0, "start", "base")
     assert front.state.live.version == "0-1"
-
-
-def test_a_seal_of_the_planned_update_is_acknowledged() -> None:
-    front = Front().join()
-    front.plan(5)
-    front.ask("seal", FenceRequest(front.fence(5, 0)))
-    assert front.saw(Answer).reply == Ack(front.fence(5, 0))
 
 
 def test_a_vote_for_other_bytes_than_wanted_is_a_refusal() -> None:
@@ -325,6 +315,8 @@ def test_a_later_attempt_finds_it_paused() -> None:
     reply = front.saw(Answer).reply
     assert (reply.fence, reply.staged_digest) == (front.fence(5, 2), "new")
     assert front.saw(SetLease) == SetLease(13.0)
+    front.now = 12.0
+    assert front.feed(LeaseTimer()) == ()
     front.ask("install", FenceRequest(front.fence(5, 1)))
     assert front.refused() == "replica_fenced"
 
@@ -335,25 +327,6 @@ def test_a_restored_front_does_not_say_that_it_is_paused_for_a_later_attempt() -
     front.done("restore", front.fence(5, 1))
     front.ask("pause", PauseRequest(front.fence(5, 2), InFlight.DRAIN, 1, 10))
     assert front.refused() == "wrong_phase"
-
-
-def test_renewing_moves_the_lease() -> None:
-    front = Front().join().vote().pause()
-    front.now = 8.0
-    front.ask("renew", FenceRequest(front.fence(5, 1)))
-    assert front.saw(SetLease) == SetLease(18.0)
-    front.now = 17.0
-    assert front.feed(LeaseTimer()) == ()
-
-
-def test_renewing_another_attempt_or_an_ended_lease_is_refused() -> None:
-    front = Front().join().vote().pause()
-    front.ask("renew", FenceRequest(front.fence(5, 2)))
-    assert front.refused() == "lease_expired"
-    front = Front().join().vote().pause()
-    front.now = 11.0
-    front.ask("renew", FenceRequest(front.fence(5, 1)))
-    assert front.refused() == "replica_fenced"
 
 
 def test_the_lease_also_ends_a_quiesce() -> None:
