@@ -164,7 +164,7 @@ def _casts(
         cast = Cast.NONE if DTYPE_BITS[have] < 8 else cast_between(have, want)
         if cast is Cast.NARROW and streamed:
             why = f"{have} into a {want} parameter: cast it before it is sent; a stream is not read twice to prove it"
-            hint = f'pass dtypes={{"*": "{want}"}} to push, which rounds what it sends'
+            hint = f'pass dtypes={{"*": "{want}"}} (--dtypes {want}) to push, which rounds what it sends'
             failures[row.source, row.target] = Failure("tensor_narrowing", why, tensor=row.source, hint=hint)
         elif cast is Cast.NARROW and (have, want) not in {tuple(pair) for pair in request.allow_narrowing}:
             why = f"{have} into a {want} parameter loses bits; the policy does not allow it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,39 @@ def test_wrappers_are_looked_through(wrap: str, saved: ModelDocument) -> None:
         made = torch.compile(made)  # type: ignore[assignment]
     found = compare(said(made), saved)
     assert (found.refused, found.compared.config) == ((), "engine")
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.case("F01")
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp1", "fsdp2", "fsdp2_peft"])
+@pytest.mark.usefixtures("alone")
+def test_sharded_models_are_looked_through(wrap: str, saved: ModelDocument) -> None:
+    made: nn.Module = model()
+    if wrap == "ddp":
+        made = nn.parallel.DistributedDataParallel(made)
+    elif wrap == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        made = FullyShardedDataParallel(made, device_id=torch.device("cpu"), use_orig_params=True)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        if wrap == "fsdp2_peft":
+            from peft import LoraConfig, get_peft_model
+
+            made = get_peft_model(made, LoraConfig(r=2, target_modules=["q_proj"]))  # type: ignore[arg-type]
+        fully_shard(made, mesh=init_device_mesh("cpu", (1,)))
+    found = compare(said(made), saved)
+    assert (found.refused, found.compared.config) == ((), "engine")
+    assert not [text for text in found.warnings if "architectures" in text]
 
 
 @pytest.mark.case("F01")
