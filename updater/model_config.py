@@ -144,8 +144,8 @@ def _lifted(config: Mapping[str, Any]) -> dict[str, Any]:
     return merged | dict(text) | outer
 
 
-def _roped(config: dict[str, Any], *, whole: bool = True) -> dict[str, Any]:
-    """All that a config says of rotary positions, as one `rope_parameters`; `whole`: nothing will be laid over it."""
+def _roped(config: dict[str, Any]) -> dict[str, Any]:
+    """All that a config says of rotary positions, as one `rope_parameters`."""
     old = {key: config.pop(key) for key in ROPE_SPELLINGS if key in config}
     given = config.pop(ROPE, None)
     rope = _scaling(given) if isinstance(given, Mapping) else {}
@@ -157,7 +157,7 @@ def _roped(config: dict[str, Any], *, whole: bool = True) -> dict[str, Any]:
     if local is not None and not _by_layer(rope):
         rope = {"full_attention": {"rope_type": "default"} | rope}
         rope["sliding_attention"] = {"rope_type": "default", "rope_theta": local}
-    if whole and rope and not _by_layer(rope):
+    if rope and not _by_layer(rope):
         rope.setdefault("rope_type", "default")
         if rope.get("partial_rotary_factor") is not None:
             config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")

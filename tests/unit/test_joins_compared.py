@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from updater import wire
-from updater.model_config import config_part, overlaid, quantisation_part
+from updater.model_config import config_part, quantisation_part
 from updater.model_document import ModelDocument, config_hash
 from updater.model_tokenizer import of_files
 from updater.testing.fronts import SimulatedFront, settle
@@ -48,7 +48,7 @@ async def members(service: LocalService) -> set[str]:
 
 OTHERS = {
     "config": (document(CONFIG | {"rms_norm_eps": 0.5}), {"rms_norm_eps"}),
-    "overrides": (document(overlaid(CONFIG, {"rope_theta": 37})), {"rope_parameters.rope_theta"}),
+    "overrides": (document(CONFIG | {"rope_theta": 37}), {"rope_parameters.rope_theta"}),
     "tokenizer": (document(words={"b": 0, "a": 1}), {"tokenizer.vocabulary"}),
     "all": (document(CONFIG | {"rms_norm_eps": 0.5, "rope_theta": 37}, {"a": 1}),
             {"rms_norm_eps", "rope_parameters.rope_theta", "tokenizer.vocabulary"}),

@@ -11,7 +11,7 @@ from updater import wire
 from updater.core.participant import Compared, same_definition
 from updater.manifest import Manifest
 from updater.model_config import ConfigRefused, config_part, quantisation_part, quantiser_part, view
-from updater.model_document import ModelDocument, compare, config_hash
+from updater.model_document import ModelDocument, compare, config_hash, whole
 from updater.model_tokenizer import TokenizerData, of_files, of_tokenizer_json
 
 CONFIG: dict[str, Any] = {
@@ -62,7 +62,9 @@ def test_what_a_save_writes_anew_is_no_difference(anew: dict[str, Any]) -> None:
 def test_what_changes_a_forward_pass_is_refused_with_both_values(changed: dict[str, Any], key: str) -> None:
     ours = document(completed=CONFIG)
     assert key in refused(document(**changed), ours)
-    assert compare(document(**changed), ours).refused[0].hint
+    found = next(each for each in compare(document(**changed), ours).refused if each.message.split(" ")[0] == key)
+    assert key in found.hint
+    assert found.file == "config.json"
     assert refused(document(**changed), ours, key) == [
         each for each in refused(document(**changed), ours) if each != key
     ]
@@ -77,6 +79,15 @@ def test_every_key_is_named_and_their_number_is_bounded() -> None:
     assert len(found.refused) == 101
     assert "150" in found.refused[-1].message
     assert len(compare(document(**many), document(**dict.fromkeys(many, 2)), most=None).refused) == 250
+    assert "--against" in found.refused[-1].hint
+    few = {f"key_{number}": 1 for number in range(100)}
+    assert len(compare(document(**few), document(**dict.fromkeys(few, 2))).refused) == 100
+    assert len(compare(document(**many), document()).warnings) == 101
+    assert len(compare(document(**many), document(), most=None).warnings) == 250
+    assert len(compare(document(**few), document()).warnings) == 100
+    both = compare(document(hidden_act="silu"), document(hidden_act="gelu")).refused[0].message
+    assert '"silu"' in both
+    assert '"gelu"' in both
     long = compare(document(hidden_act="x" * 10_000), document(hidden_act="y")).refused[0].message
     assert len(long) < 500
 
@@ -102,6 +113,7 @@ def test_a_key_of_one_side_is_what_the_engines_class_makes_of_it() -> None:
     # A null is what the class makes of it, which for some keys is not what it makes of nothing.
     assert refused(document(head_dim=None), document(completed=CONFIG | {"head_dim": 4})) == ["head_dim"]
     assert refused(document(CONFIG | {"head_dim": 4}, head_dim=None), document(CONFIG | {"head_dim": 4})) == []
+    assert config_hash(document(CONFIG | {"head_dim": 8}, head_dim=None)) == config_hash(document(head_dim=8))
     assert config_hash(document(CONFIG | {"head_dim": 8})) == config_hash(document(head_dim=8))
 
 
@@ -109,7 +121,9 @@ def test_a_key_of_one_side_is_what_the_engines_class_makes_of_it() -> None:
 @pytest.mark.parametrize(
     ("name", "others"),
     [("rope_theta", {"rope_theta": 37}), ("text_config.hidden_size", {"hidden_size": 8}),
-     ("rope_scaling", {"rope_scaling": {"rope_type": "yarn", "factor": 2}, "rope_theta": 100})],
+     ("rope_scaling", {"rope_scaling": {"rope_type": "yarn", "factor": 2}, "rope_theta": 100}),
+     ("rope_scaling.rope_type", {"rope_scaling": {"rope_type": "yarn"}}),
+     ("rope_parameters", {"rope_theta": 37}), ("text_config.rope_theta", {"rope_theta": 37})],
 )  # fmt: skip
 def test_a_key_is_allowed_by_the_name_that_its_file_has(name: str, others: dict[str, Any]) -> None:
     assert refused(document(**others), document())
@@ -123,6 +137,13 @@ def test_what_one_side_lacks_is_not_compared() -> None:
     one_sided = compare(document(quantization_config={"bits": 4}), document())
     assert one_sided.compared == Compared(config="engine")
     assert len(one_sided.warnings) == 1
+    other_side = compare(document(), document(quantization_config={"bits": 4}))
+    assert (other_side.refused, other_side.compared) == ((), Compared(config="engine"))
+    bare = ModelDocument(quantization={"bits": 4})  # of a quantiser's own file alone
+    assert compare(bare, document(quantization_config={"bits": 4})).compared == Compared(quantisation="engine")
+    tokenizer = ModelDocument(tokenizer=TokenizerData({"vocabulary": "a"}, {"x": 1}))
+    for pair in ((tokenizer, ModelDocument()), (ModelDocument(), tokenizer)):
+        assert compare(*pair) == compare(ModelDocument(), ModelDocument())
 
 
 @pytest.mark.case("F01")
@@ -198,6 +219,32 @@ def test_a_document_in_another_form_is_no_manifests(config: dict[str, Any]) -> N
         ModelDocument(config=config).check()
     with pytest.raises(wire.WireError):
         Manifest((), model=ModelDocument(config=config)).check()
+
+
+@pytest.mark.case("F65")
+@pytest.mark.parametrize(
+    "document",
+    [
+        ModelDocument(generation={"x": "y" * (257 << 10)}),
+        ModelDocument(tokenizer=TokenizerData({"x": "y" * (257 << 10)})),
+        ModelDocument(tokenizer=TokenizerData({}, {f"{number:012x}": number for number in range(20_000)})),
+        ModelDocument(completed={"x": "y" * (65 << 10)}),
+        ModelDocument(quantization={"x": "y" * (65 << 10)}),
+    ],
+    ids=["generation", "parts", "added tokens", "completed", "quantisation"],
+)
+def test_a_document_that_is_too_large_is_refused(document: ModelDocument) -> None:
+    with pytest.raises(ConfigRefused):
+        document.check()
+
+
+@pytest.mark.case("F65")
+def test_a_document_of_usual_size_is_taken() -> None:
+    ModelDocument().check()
+    added = {f"{number:012x}": number for number in range(2000)}
+    replace(document(), generation={"top_k": 1}, tokenizer=TokenizerData({"vocabulary": "a" * 64}, added)).check()
+    assert whole({"x": "y" * (65 << 10)}) == {}
+    assert whole(CONFIG) == config_part(CONFIG)
 
 
 def test_a_manifest_of_before_keeps_its_digest() -> None:
