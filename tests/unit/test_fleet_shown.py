@@ -256,3 +256,17 @@ def test_the_lower_of_two_owners_of_one_epoch_says_once_that_there_is_another(
         asyncio.run(main())
     (said,) = [record for record in caplog.records if "copy" in record.getMessage()]
     assert said.levelno == logging.WARNING
+
+
+@pytest.mark.case("F14")
+def test_a_new_journal_is_a_warning_and_an_old_one_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> list[int]:
+        said = []
+        for _ in range(2):
+            caplog.clear()
+            async with LocalService(tmp_path, new_fleet=True):
+                said.append(len([each for each in caplog.records if "journal" in each.getMessage()]))
+        return said
+
+    with caplog.at_level(logging.WARNING, "liveweights.coordinator"):
+        assert asyncio.run(main()) == [1, 0]

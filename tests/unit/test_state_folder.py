@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -84,10 +85,12 @@ def test_a_journal_where_010_kept_it_is_not_passed_over(elsewhere: Path) -> None
     Journal(OLD_STATE, "default").close()
     refusal = refused(Settings())
     assert refusal.code == "state_ambiguous"
+    assert refusal.failures[0].file == str(OLD_STATE.absolute() / "journal.sqlite3")
     assert str(OLD_STATE.absolute()) in refusal.hint
     assert str(default_state()) in refusal.hint
     assert not default_state().exists()
     # Once somebody chose, or the new folder has a journal, nothing is in doubt.
+    StateFolder.open(Settings(state=elsewhere / "chosen")).close()
     StateFolder.open(Settings(state=OLD_STATE.absolute())).close()
     Journal(default_state(), "default").close()
     StateFolder.open(Settings()).close()
@@ -97,7 +100,10 @@ def test_a_journal_where_010_kept_it_is_not_passed_over(elsewhere: Path) -> None
 def test_a_folder_that_a_living_process_has_is_refused_until_it_ends(tmp_path: Path) -> None:
     settings = Settings(state=tmp_path)
     with holder(tmp_path) as process:
-        assert refused(settings).code == "state_in_use"
+        (failure,) = refused(settings).failures
+        assert (failure.code, failure.file) == ("state_in_use", str(tmp_path / "lock"))
+        assert str(process.pid) in failure.message
+        assert "--take-over" in failure.hint
         process.send_signal(signal.SIGSTOP)  # a frozen one may go on at any time
         assert refused(settings).code == "state_in_use"
         process.kill()
@@ -109,12 +115,25 @@ def test_a_folder_that_a_living_process_has_is_refused_until_it_ends(tmp_path: P
 def test_who_takes_over_has_the_folder_and_the_one_before_no_more(tmp_path: Path) -> None:
     settings = Settings(state=tmp_path)
     with holder(tmp_path) as process, StateFolder.open(settings, take_over=True):
-        assert refused(settings).code == "state_in_use"
+        (failure,) = refused(settings).failures
+        assert failure.code == "state_in_use"
+        assert str(os.getpid()) in failure.message
         process.kill()
         process.wait()
         assert refused(settings).code == "state_in_use"
     StateFolder.open(settings).close()
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+@pytest.mark.case("F14")
+@pytest.mark.parametrize("signed", ["", "{", "[]", "{}"])
+def test_an_owner_that_did_not_sign_is_refused_all_the_same(tmp_path: Path, signed: str) -> None:
+    settings = Settings(state=tmp_path)
+    with StateFolder.open(settings):
+        (tmp_path / "lock").write_text(signed)
+        before = set(os.listdir("/proc/self/fd"))
+        assert refused(settings).code == "state_in_use"
+        assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_folder_that_cannot_be_is_an_error_of_the_journal(tmp_path: Path) -> None:
