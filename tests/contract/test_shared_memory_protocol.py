@@ -676,3 +676,28 @@ def test_two_hundred_updates_leave_nothing_behind() -> None:
 
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+class Unwatched(SharedMemoryHub):
+    """Its thread that watches kept links never comes to look, as on a machine that is busy with something else."""
+
+    def _watch(self) -> None:
+        pass
+
+
+def test_a_link_that_was_hung_up_while_it_was_kept_is_not_used_again() -> None:
+    """The second update leaves the first receiver out; the third has it again."""
+    sender, hubs = SharedMemorySender(), [Unwatched(), Unwatched()]
+    try:
+        for seed, some in enumerate((hubs, hubs[1:], hubs)):
+            update = Transfer(sender, some, tensors(seed), seats=seats_for(*[1] * len(some), life=f"life{seed}"))
+            update.deadline_s = 5.0
+            update.run()
+            assert (update.sender_error, [receiver.error for receiver in update.receivers]) == (
+                None,
+                [None] * len(some),
+            )
+    finally:
+        sender.close()
+        for hub in hubs:
+            hub.close()

@@ -69,13 +69,16 @@ class LocalHub:
             link.close()
 
     def _pick(self, offer: StreamOffer) -> tuple[Link | None, list[Link]]:
-        """A link of this session, which is no longer watched then, and those of ended sessions of the same sender."""
+        """A link of this session, which is no longer watched then, and those of ended sessions of the same sender. One
+        that the sender has hung up since, for it took no part in an update, is stale too: the thread that watches may
+        not have looked yet.
+        """
         with self._lock:
             if self._closed:
                 raise Aborted(Failure("wrong_phase", "this rank is being shut down"))
             here = [link for link in self._kept if link.address == offer.address]
-            found = next((link for link in here if link.session == offer.session), None)
-            stale = [link for link in here if link.session != offer.session]
+            found = next((link for link in here if link.session == offer.session and link.stands()), None)
+            stale = [link for link in here if link is not found]
             self._kept = [link for link in self._kept if link is not found and link not in stale]
             if self._alarm is not None:
                 self._alarm.ring()

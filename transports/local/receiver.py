@@ -85,7 +85,8 @@ class Link:
     def stands(self) -> bool:
         """Of one that is kept: whether the sender has said nothing since, but that it waited for another receiver."""
         try:
-            return all(isinstance(message, Waiting) for message in self.channel.messages())
+            said = self.channel.messages()
+            return not self.channel.ended and all(isinstance(message, Waiting) for message in said)
         except (Gone, wire.WireError):
             return False
 
