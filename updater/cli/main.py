@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from updater.cli.policies import Dtypes, Layouts, Suspicious, dtypes_of, layouts_of, takes_policy
+from updater.cli.policies import OF_A_ROLLBACK, Dtypes, Layouts, Suspicious, dtypes_of, layouts_of, takes_policy
 from updater.core.errors import Failure, LiveweightsError, RolledBack, Unauthorized, Unavailable, refuse
 from updater.core.participant import ReleaseTo
-from updater.core.policy import CachePolicy, CommitMode, InFlight, OnBusy, SourceLayout
+from updater.core.policy import CommitMode, SourceLayout
 
 if TYPE_CHECKING:
     from trainer_side.client import Client
@@ -176,7 +176,7 @@ def engine(
 
 
 @app.command()
-@takes_policy
+@takes_policy()
 def push(
     path: Annotated[Path, typer.Argument(help="A safetensors file, a folder, or an index file.")],
     version: Annotated[str, typer.Argument(help="A step of the current run, or run-step.")],
@@ -224,7 +224,7 @@ def push(
 
 
 @app.command()
-@takes_policy
+@takes_policy()
 def watch(
     directory: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of checkpoint folders.")],
     policy: dict[str, Any],
@@ -258,31 +258,16 @@ def watch(
 
 
 @app.command()
+@takes_policy(*OF_A_ROLLBACK)
 def rollback(
+    policy: dict[str, Any],
     to: Annotated[str | None, typer.Option(help="Default: what the fleet offers.")] = None,
     live: Annotated[str | None, typer.Option(help="Refuse unless this version is live; default: what is.")] = None,
     url: Url = DEFAULT_URL,
-    in_flight: Annotated[InFlight, typer.Option(help="What happens to running requests.")] = InFlight.DRAIN,
-    cache: Annotated[CachePolicy, typer.Option(help="What happens to cached keys and values.")] = CachePolicy.RESET,
-    on_busy: Annotated[OnBusy, typer.Option(help="If another update is under way.")] = OnBusy.REFUSE,
     commit: Annotated[CommitMode, typer.Option(help="Manual: wait for `liveweights commit ID`.")] = CommitMode.AUTO,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds until it must be ready to commit.")] = 600.0,
-    quiesce: Annotated[float, typer.Option(min=0.1, help="Seconds that one try waits for running requests.")] = 30.0,
-    pause_lease: Annotated[float, typer.Option(min=0.1, help="Seconds that a replica stays shut unheard.")] = 30.0,
-    attempts: Annotated[int, typer.Option(min=1, max=10, help="Tries at pausing the fleet.")] = 3,
     as_json: Json = False,
 ) -> None:
     """Bring the previous version back."""
-    policy = {
-        "in_flight": in_flight.value,
-        "cache": cache.value,
-        "on_busy": on_busy.value,
-        "commit": commit.value,
-        "deadline_s": deadline,
-        "quiesce_s": quiesce,
-        "pause_lease_s": pause_lease,
-        "attempts": attempts,
-    }
     from trainer_side.flows import fresh_id
     from updater.cli import views
 
@@ -290,7 +275,7 @@ def rollback(
     with _errors(as_json), _client(url) as client:
         if commit is CommitMode.MANUAL:
             views.err.print(f"{name} waits for: liveweights commit {name}", markup=False, highlight=False)
-        _finish(client.rollback(to, live, id=name, policy=policy), as_json)
+        _finish(client.rollback(to, live, id=name, policy=policy | {"commit": commit.value}), as_json)
 
 
 @app.command()
@@ -402,7 +387,7 @@ def manifest(
 
 
 @app.command()
-@takes_policy
+@takes_policy()
 def inspect(
     directory: Annotated[Path, typer.Argument(help="Checkpoint folder or file.")],
     policy: dict[str, Any],

@@ -1,6 +1,6 @@
 """What a publication may be asked for on the command line: one definition, for every command that publishes or looks.
 
-`takes_policy` puts the options of `policy_of` into a command that has a parameter `policy`.
+`takes_policy` puts the options of `policy_of`, or some of them, into a command that has a parameter `policy`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def policy_of(
     pause_lease: Annotated[float, _option(min=0.1, help="Seconds that a replica stays shut unheard.")] = 30.0,
     attempts: Annotated[int, _option(min=1, max=10, help="Tries at pausing the fleet.")] = 3,
 ) -> dict[str, Any]:
-    """The `policy` of a request's body."""
+    """The `policy` of a request's body: one field for each option, in their order."""
     return {
         "in_flight": in_flight.value,
         "cache": cache.value,
@@ -81,10 +81,22 @@ def policy_of(
     }
 
 
-def takes_policy(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, with the options of `policy_of` where it has a parameter `policy`."""
+#: Options of a publication that reads nothing.
+OF_A_ROLLBACK = ("in_flight", "cache", "on_busy", "deadline", "quiesce", "pause_lease", "attempts")
+Command = Callable[..., None]
+
+
+def takes_policy(*only: str) -> Callable[[Command], Command]:
+    """A command with the options of `policy_of` in place of its parameter `policy`. `only`: these of them; all if none
+    is named.
+    """
+    return lambda command: _with_policy(command, only)
+
+
+def _with_policy(command: Command, only: Sequence[str]) -> Command:
     own = inspect.signature(command, eval_str=True).parameters.values()
-    shared = inspect.signature(policy_of, eval_str=True).parameters
+    every = inspect.signature(policy_of, eval_str=True).parameters
+    shared = {name: option for name, option in every.items() if not only or name in only}
     if clash := [each.name for each in own if each.name in shared]:
         raise TypeError(f"{command.__name__} has options of its own that belong to the policy: {clash}")
     options = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in shared.values()]
@@ -93,7 +105,8 @@ def takes_policy(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(**given: Any) -> None:
         chosen = {name: given.pop(name) for name in shared if name in given}
-        command(**given, policy=policy_of(**chosen))
+        fields = zip(every, policy_of(**chosen).items(), strict=True)
+        command(**given, policy=dict(field for option, field in fields if option in shared))
 
     made = inspect.Signature([*before, *options])
     run.__signature__ = made  # type: ignore[attr-defined]

@@ -89,6 +89,7 @@ def options_of(command: str) -> dict[str, tuple[object, str]]:
 def test_commands_that_publish_take_one_policy() -> None:
     """Every field of a policy that the command line can say; `commit` and `new_run` belong to a command of its own."""
     assert options_of("push") == options_of("watch") == options_of("inspect")
+    assert options_of("rollback").items() <= options_of("push").items()
     assert set(policy_of()) == set(PolicyBody.model_fields) - {"commit", "new_run", "previous", "partial"}
     assert PolicyBody.model_validate(policy_of()) == PolicyBody()
 
@@ -148,7 +149,7 @@ def test_a_command_may_not_say_an_option_of_the_policy_again() -> None:
     def clashes(policy: dict[str, Any], cache: str = "") -> None: ...
 
     with pytest.raises(TypeError):
-        takes_policy(clashes)
+        takes_policy()(clashes)
 
 
 def test_push_sends_what_was_asked_for_and_prints_the_receipt(coordinator: FakeCoordinator, tmp_path: Path) -> None:
