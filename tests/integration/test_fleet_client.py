@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -97,6 +98,26 @@ def test_a_front_that_never_asked_or_was_refused_has_nothing_to_leave(tmp_path: 
         await asking.close()
 
     run(tmp_path, scenario)
+
+
+@pytest.mark.case("F24")
+def test_a_front_that_goes_on_asking_says_each_reason_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(service: LocalService, wire: Wire) -> None:
+        await service.join("one")
+        asking = client(wire, service.fleet.add("one", url="http://elsewhere.test"))
+        registering = asyncio.create_task(asking.register(asyncio.Event()))
+        while len(wire.asked) < 3:
+            await settle()
+        wire.cut = True
+        while len(wire.asked) < 4:
+            await settle()
+        registering.cancel()
+        await asking.close()
+
+    with caplog.at_level(logging.WARNING, "liveweights.front"):
+        run(tmp_path, scenario)
+    said = [record.getMessage() for record in caplog.records]
+    assert [sum(code in text for text in said) for code in ("replica_id_taken", "unreachable")] == [1, 1]
 
 
 def test_a_front_whose_admission_was_not_heard_of_leaves_all_the_same(tmp_path: Path) -> None:
