@@ -227,8 +227,9 @@ def test_a_server_with_such_a_tier_ends_before_it_listens_and_names_the_class(
     made: Checkpoints, home: Path, at: Coordinator
 ) -> None:
     log = home / "refused.log"
-    with pytest.raises(StartFailed) as raised, member(made.first, log, at, replica="tier", arguments=connector(home)):
-        raise AssertionError("it came up")
+    options: Any = {"replica": "tier", "arguments": connector(home), "joined": False}
+    with pytest.raises(StartFailed) as raised, member(made.first, log, at, **options):
+        raise AssertionError("it listens")
     assert raised.value.code is not None
     assert f"{ALLOW}={CONNECTOR}" in raised.value.output
     assert "tier" not in {each["replica"] for each in at.get("/v1/fleet")["members"]}
