@@ -48,7 +48,8 @@ class Door:
     def _may_start(self, wanted: Wanted) -> bool:
         """False: wait. Raises what no waiting can mend."""
         if self._broken is not None:
-            raise Unavailable(Failure("shut", f"the replica is out of service: {self._broken.message}"))
+            text = f"the replica is out of service: {self._broken.message}"
+            raise Unavailable(Failure("shut", text, hint=self._broken.hint), self._broken)
         if self.is_open and wanted.accepts(self.version):
             return True
         coming = "" if self.is_open else self._pending

@@ -95,8 +95,9 @@ class FrontLife:
         return True
 
     def refuse(self, error: LiveweightsError) -> None:
-        """It never comes so far as to have a front."""
+        """It never comes so far as to have a front. Requests hear so at once: no wait would help them."""
         self._face.failure = error.failures[0]
+        self._gate.break_down(error.failures[0])
         _log.error("the replica cannot start: %s", error)
 
     def keep_asking(self) -> None:

@@ -1,4 +1,4 @@
-"""What the Makefile says of the processor: vLLM is tested with the kernels of AVX2, a short part of it without a cap."""
+"""What the Makefile says of the processor: vLLM is tested with the kernels of AVX2, and in part without that cap."""
 
 from __future__ import annotations
 

@@ -257,7 +257,8 @@ def test_a_server_of_dummy_weights_is_not_taken_in_and_says_what_to_start_it_wit
         assert said["hint"] in status_of(at)
         with pytest.raises(httpx.HTTPStatusError) as caught:
             server.complete(PROMPTS[0], 1)
-        assert caught.value.response.status_code == 503
+        problem = caught.value.response
+        assert (problem.status_code, len(by_code(problem.json()["failures"], "placement_refused"))) == (503, 1)
         for log in (at.log, server.log):
             until(lambda log=log: "placement_refused" in log.read_text(errors="replace"), "it is in the log", LIMIT_S)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,11 @@ class Pool:
 
     async def stop(self) -> None:
         pass
+
+
+async def generate(prompt: Any, sampling_params: Any, request_id: str) -> AsyncGenerator[Any, None]:
+    """As vLLM's client has it."""
+    yield prompt, sampling_params, request_id
 
 
 class Asked(httpx.AsyncBaseTransport):
@@ -88,6 +94,9 @@ def test_a_server_that_stays_up_without_a_front_goes_on_asking_its_coordinator_i
         with pytest.raises(Unavailable) as caught:
             await replica.face.version()
         assert caught.value.failures == (why.at(replica="r"),)
+        with pytest.raises(Unavailable) as caught:  # at once: the gate waits for nothing
+            await anext(gate.gating(generate)("hello", None, "one"))
+        assert caught.value.failures[-1].code == why.code
         await replica.stop()
 
     asyncio.run(asyncio.wait_for(main(), 60))
