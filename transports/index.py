@@ -98,7 +98,8 @@ def parse_index(text: str, file: str) -> tuple[dict[str, str], int | None]:
             faults.append(Failure("index_mismatch", "its shard is not a string", tensor=name, file=file))
         elif not _safe(shard):
             text = f"shard name {shard!r:.80} leaves the directory or is no file name"
-            faults.append(Failure("source_outside_roots", text, tensor=name, file=file))
+            hint = "the shards of an index lie beside it, and it names them without a folder"
+            faults.append(Failure("source_outside_roots", text, tensor=name, file=file, hint=hint))
     if faults:
         raise Rejected(*faults[:100])
     metadata = top.get("metadata")
@@ -170,7 +171,7 @@ def size_warnings(layout: Layout, headers: Iterable[Header]) -> list[str]:
 def missing_shard(layout: Layout, file: str) -> Failure:
     """`file` is named by the index and is not there."""
     carried = sum(shard == file for shard in (layout.promised or {}).values())
-    return Failure("shard_missing", f"named by the index, with {carried} tensors, and not there", file=file)
+    return Failure("shard_missing", f"named by the index, with {carried} tensors, and no file lies there", file=file)
 
 
 def _present(folder: str) -> set[str]:

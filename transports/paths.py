@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from updater.core.errors import Failure, Rejected, refuse
 
+_NOT_A_FILE = "name a folder, or a file of weights that lies there as one: no pipe, device or folder in its place"
+
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
@@ -73,7 +75,7 @@ def open_file(path: str, roots: Sequence[str], name: str = "") -> OpenFile:
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise refuse("source_missing", "is not a regular file", file=shown)
+            raise refuse("source_missing", "is not a regular file", file=shown, hint=_NOT_A_FILE)
         _check_opened(fd, roots, shown)
     except Rejected:
         os.close(fd)

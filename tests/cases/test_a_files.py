@@ -833,3 +833,28 @@ def test_files_beside_the_weights_must_fit_the_manifest(v8: Path, name: str, old
     (v8 / name).write_text(json.dumps(new))
     with refused("config_mismatch"):
         opened(v8)
+
+
+@pytest.mark.case("F29")
+def test_what_is_no_file_is_said_to_be_none_and_its_way_out_fits(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with refused("source_missing", files=["model.safetensors"]) as caught:
+        opened(tmp_path)
+    assert "coordinator" not in caught[0].hint
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "../other/model.safetensors"}}))
+    with refused("source_outside_roots") as caught:
+        opened(tmp_path)
+    assert "--root" not in caught[0].hint
+
+
+@pytest.mark.case("F29")
+def test_a_folder_may_be_named_like_an_index(tmp_path: Path) -> None:
+    folder = tmp_path / "weights.safetensors.index.json"
+    folder.mkdir()
+    HandMadeFile(payload=b"\0" * 8).entry("w", GOOD).write(folder / "model.safetensors")
+    assert list(opened(folder).specs) == ["w"]
+    (folder / "model.safetensors").write_bytes(b"")
+    for path in (folder, folder / "model.safetensors"):
+        with refused("file_truncated", files=["model.safetensors"]):
+            opened(path)

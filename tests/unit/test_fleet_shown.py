@@ -43,7 +43,8 @@ def test_a_join_with_odd_numbers_of_ranks_is_refused_and_names_them(tmp_path: Pa
             answer = await ask_in(service, "one", ranks=ranks)
             assert (answer["status"], answer["code"]) == (400, "bad_request")
             assert str(list(ranks)) in answer["detail"]
-            assert answer["hint"]
+            assert [each["replica"] for each in answer["failures"]] == ["one"]
+            assert "from 0" in answer["hint"]
             assert await members(service) == {}
 
     asyncio.run(main())
@@ -53,8 +54,25 @@ def test_a_join_with_odd_numbers_of_ranks_is_refused_and_names_them(tmp_path: Pa
 def test_ranks_are_as_many_as_the_status_says(tmp_path: Path) -> None:
     async def main() -> None:
         async with LocalService(tmp_path, new_fleet=True) as service:
-            answer = await ask_in(service, "one", ranks=(0, 1))  # a simulated front has one
-            assert answer["code"] == "bad_request"
+            for ranks in ((0, 1), ()):  # a simulated front has one
+                answer = await ask_in(service, "one", ranks=ranks)
+                assert (answer["status"], answer["code"]) == (400, "bad_request")
+                assert [(each["replica"], bool(each["hint"])) for each in answer["failures"]] == [("one", True)]
+
+    asyncio.run(main())
+
+
+@pytest.mark.case("F16")
+def test_who_answers_has_to_be_who_was_named(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with LocalService(tmp_path, new_fleet=True) as service:
+            front = service.fleet.add("one", "start")
+            answer = (await service.post("/v1/fleet/replicas", {"replica": "two", "url": front.url})).json()
+            assert (answer["code"], answer["failures"][0]["replica"]) == ("bad_request", "two")
+            silent = await service.post("/v1/fleet/replicas", {"replica": "one", "url": "http://nowhere"})
+            assert (silent.status_code, silent.json()["code"]) == (503, "unreachable")
+            assert silent.json()["failures"][0]["replica"] == "one"
+            assert await members(service) == {}
 
     asyncio.run(main())
 

@@ -165,7 +165,7 @@ class Joins:
             raise self._desk.error(
                 Failure("bad_request", f"its ranks are numbered {numbers}", replica=replica, hint=_RANKS_HINT)
             )
-        if description.status.ranks not in (0, len(numbers)) and numbers:
+        if description.status.ranks not in (0, len(numbers)):
             count = description.status.ranks
             raise self._desk.error(
                 Failure("bad_request", f"says {count} ranks and names {numbers}", replica=replica, hint=_RANKS_HINT)
