@@ -11,8 +11,10 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -27,7 +29,7 @@ from tests.vllm_server.fleet import Coordinator, Fleet, coordinator, member, unt
 from tests.vllm_server.models import PROMPTS, Checkpoints
 from tests.vllm_server.server import StartFailed, VllmServer, reserved_port, running, wait_ready
 from updater.cli.main import app
-from updater.model_config import view
+from updater.model_config import config_part, view
 
 COUNT = 32
 CONNECTOR = "ExampleConnector"
@@ -311,6 +313,21 @@ def test_config_and_tokenizer_of_other_folders_are_the_ones_that_count(made: Che
     runs = configured(start, hf_config_path=str(made.second), tokenizer=str(made.second))
     found, plain = running_document(str(start), ServerConfig(runs)), running_document(str(made.second), object())
     assert (found.config, found.tokenizer) == (plain.config, plain.tokenizer)
+
+
+@pytest.mark.case("F01", "F64")
+def test_overrides_of_a_part_that_is_a_config_itself_leave_the_rest_of_it_as_its_file_says(made: Checkpoints) -> None:
+    text = json.loads((made.first / "config.json").read_text())
+    read = {"model_type": "llava", "text_config": text, "vision_config": {"model_type": "clip_vision_model"}}
+    told = {"text_config": {"rms_norm_eps": 0.5, "rope_theta": 37.0}}
+    transformers: Any = import_module("transformers")
+    configs: Any = import_module("vllm.config")
+    runs = transformers.LlavaConfig.from_dict(deepcopy(read))
+    object.__new__(configs.ModelConfig)._apply_dict_overrides(runs, told)
+    said = ServerConfig(SimpleNamespace(model="m", hf_config=runs, hf_overrides=told)).running_config(deepcopy(read))
+    seen, plain = view(config_part(said)), view(config_part(read))
+    assert {key: value for key, value in seen.items() if value != plain.get(key)} == {"rms_norm_eps": 0.5}
+    assert seen.keys() == plain.keys()
 
 
 def configured(folder: Path, **options: Any) -> Any:
