@@ -52,6 +52,13 @@ def touch(name: str, time_ns: int = 1) -> Callable[[Path], None]:
         (lambda folder: (folder / SHARD).unlink(), ""),  # being pruned
         (lambda folder: (folder / FILE_NAME).unlink(), ""),
         (shutil.rmtree, ""),
+        (
+            lambda folder: [
+                *map(Path.unlink, map(folder.joinpath, (INDEX, SHARD, "config.json"))),
+                write(FILE_NAME)(folder),
+            ],
+            "",
+        ),
     ],
 )
 def test_what_counts_as_another_source(folder: Path, deed: Callable[[Path], None], file: str) -> None:
@@ -73,3 +80,18 @@ def test_an_index_and_a_file_alone_are_looked_at_too(folder: Path) -> None:
 
 def test_what_was_never_recorded_is_the_same(folder: Path) -> None:
     assert changed(Seen(), seen(str(folder))) == ""
+
+
+def test_a_file_of_another_size_is_another_one_whatever_its_time(folder: Path) -> None:
+    was, before = seen(str(folder)), (folder / SHARD).stat()
+    write(SHARD)(folder)
+    touch(SHARD, before.st_mtime_ns)(folder)
+    assert changed(was, seen(str(folder))) == SHARD
+
+
+def test_a_folder_of_very_many_files_is_not_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    assert seen(str(tmp_path)) != Seen()
+    for number in range(10_000):
+        (tmp_path / str(number)).touch()
+    assert seen(str(tmp_path)) == Seen()

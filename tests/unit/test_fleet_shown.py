@@ -231,6 +231,22 @@ class Slow(ManualClock):
 
 
 @pytest.mark.case("F62")
+def test_a_right_time_is_not_spoken_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with LocalService(tmp_path, new_fleet=True) as first:
+            await first.join("one")
+            assert (await first.push(7)).status_code == 200
+            await first.advance(1)
+            await first.crash()
+        async with LocalService(tmp_path, fleet=first.fleet, clock=first.clock) as second:
+            assert (await second.push(8)).status_code == 200
+
+    with caplog.at_level(logging.WARNING, "liveweights.coordinator"):
+        asyncio.run(main())
+    assert not [record for record in caplog.records if "clock" in record.getMessage()]
+
+
+@pytest.mark.case("F62")
 def test_history_stays_ordered_when_the_next_clock_is_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with LocalService(tmp_path, new_fleet=True) as first:

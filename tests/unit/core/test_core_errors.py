@@ -142,6 +142,8 @@ def test_what_another_one_reads_whole_is_worth_a_retry() -> None:
         ("adopt_needed", "adopt"),
         ("no_members", "liveweights engine"),
         ("replica_id_taken", "--replica"),
+        ("replica_lost", "confirm_dead"),
+        ("tensor_digest", "liveweights manifest"),
     ],
 )
 def test_a_refusal_with_a_way_out_names_it(code: str, way: str) -> None:
