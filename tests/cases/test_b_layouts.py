@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from engine_adapter.placement.declared import Rules, declare, targets_of
+from engine_adapter.placement.fusion import FusionError, fusion_of
 from engine_adapter.placement.layouts import Merged
 from engine_adapter.placement.names import NameRules, Stacked
 from engine_adapter.rank.messages import RankDiscard, RankPlan
@@ -34,7 +35,7 @@ from transports.testing import MemorySource
 from updater.core.errors import LiveweightsError
 from updater.core.participant import DiskOffer
 from updater.core.policy import SourceLayout as L
-from updater.manifest import Manifest
+from updater.manifest import Manifest, TensorSpec
 
 pytestmark = pytest.mark.case("F04")
 
@@ -131,7 +132,7 @@ def test_a_fused_projection_is_refused_however_it_lies(size: int, kind: L) -> No
     with pytest.raises(LiveweightsError) as caught:
         made.update(1, "0-1")
     assert {(f.code, f.tensor) for f in caught.value.failures} == {("layout_unproved", QKV)}
-    assert all(QKV in failure.hint for failure in caught.value.failures)
+    assert all(f'{{"{QKV}": "concatenated"}}' in failure.hint for failure in caught.value.failures)
     feed(made, with_gate_up(new, L.CONCATENATED))
     assert refused(made) == {("layout_unproved", GATE_UP)}
     feed(made, with_experts(new, L.STACKED))
@@ -240,8 +241,27 @@ def test_parts_of_what_was_proved_fused_are_refused_until_somebody_says_so(size:
     flat = (("*.experts.*", L.STACKED), ("*", L.CONCATENATED))
     grouped = (("*.experts.*", L.STACKED), ("*", L.BY_KV_HEAD))
     assert ("layout_unproved", "l.attn.k_proj.weight") in refused(made, layouts=grouped)
+    # What is said of one part alone says nothing of the others beside it.
+    one = (("*.k_proj.*", L.CONCATENATED), ("*.experts.*", L.STACKED), ("*.mlp.*", L.CONCATENATED))
+    assert refused(made, layouts=one) == {("layout_unproved", name) for name in parts if ".attn." in name}
     made.update(2, "0-2", layouts=flat)
     assert holds(made, [sliced(new, rank, size) for rank in range(size)])
+    plan = RankPlan(next(_serials), DiskOffer(""), (), "", layouts=flat)
+    lines = made.agents[0].plan(plan).warnings
+    assert {glob for glob, _ in flat} == {
+        line.split(": ")[1].split(" ")[0] for line in lines if line.startswith("layout")
+    }
+
+
+def test_every_tensor_is_named_in_order_with_the_word_that_may_fit() -> None:
+    made = started(checkpoint(99))
+    feed(made, with_experts(with_qkv(checkpoint(1), L.CONCATENATED), L.STACKED))
+    with pytest.raises(LiveweightsError) as caught:
+        made.update(1, "0-1")
+    named = [failure.tensor for failure in caught.value.failures]
+    assert named == sorted({QKV, W13, W2})
+    likely = {QKV: "concatenated", W13: "stacked", W2: "stacked"}
+    assert all(f'"{likely[failure.tensor]}"' in failure.hint for failure in caught.value.failures)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -322,3 +342,30 @@ def test_the_plan_says_what_was_taken_on_whose_word() -> None:
     plan = RankPlan(1, DiskOffer(""), (), "", layouts=(("*.qkv_proj.*", L.BY_KV_HEAD), ("*.other", L.STACKED)))
     (line,) = made.agents[0].plan(plan).warnings
     assert {"*.qkv_proj.*", "by_kv_head"} <= set(line.split())
+
+
+# --- what cannot be so, said of it
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole", "parts", "kv_heads"),
+    [
+        (L.BY_KV_HEAD, (8, 4), {"a.q_proj": (4, 4), "a.k_proj": (4, 4)}, 2),
+        (L.BY_KV_HEAD, (12, 4), {"a.q_proj": (6, 4), "a.k_proj": (4, 4), "a.v_proj": (2, 4)}, 2),
+        (L.BY_KV_HEAD, (12, 4), {"a.q_proj": (8, 4), "a.k_proj": (2, 4), "a.v_proj": (2, 4)}, 0),
+        (L.BY_KV_HEAD, (12, 4), {"a.q_proj": (8, 4), "a.k_proj": (2, 4), "a.v_proj": (2, 4)}, 4),
+        (L.INTERLEAVED, (6, 4), {"a.gate_proj": (4, 4), "a.up_proj": (2, 4)}, 0),
+        (L.INTERLEAVED, (4, 4), {"a.gate_proj": (4, 4)}, 0),
+        (L.STACKED, (2, 4, 4), {"a.experts.0.w": (4, 4), "a.experts.2.w": (4, 4)}, 0),
+        (L.STACKED, (2, 4, 4), {"a.one.w": (4, 4), "a.two.w": (4, 4)}, 0),
+        (L.STACKED, (2, 4), {"a.experts.0.w": (4,), "a.experts.1.w": (2, 2)}, 0),
+        (L.CONCATENATED, (9, 4), {"a.gate_proj": (4, 4), "a.up_proj": (4, 4)}, 0),
+        (L.STACKED_TRANSPOSED, (2, 4), {"a.experts.0.w": (4,), "a.experts.1.w": (4,)}, 0),
+    ],
+)
+def test_parts_that_a_layout_cannot_hold(
+    kind: L, whole: tuple[int, ...], parts: dict[str, tuple[int, ...]], kv_heads: int
+) -> None:
+    specs = {name: TensorSpec(name, "F32", shape) for name, shape in parts.items()}
+    with pytest.raises(FusionError):
+        fusion_of(kind, TensorSpec("a.whole", "F32", whole), specs, {}, kv_heads)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from engine_adapter.placement.declared import Rules
+from engine_adapter.placement.suspicious import judge, suspects
+from engine_adapter.rank.messages import BlankTensor, RankVerifyReply, WireTensor
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import Tensors, checkpoint, holds, manifest_of, replica, sliced
 from transports.testing import MemorySource
@@ -121,3 +124,29 @@ def test_it_is_judged_in_the_dtype_of_the_wire(
         made.update(1, "0-1", **narrowing)
     else:
         assert suspicious(made, **narrowing) == {"w"}
+
+
+def test_a_redundant_copy_is_judged_under_its_canonical_name_alone() -> None:
+    names = ("embed", "head")
+    tensors = [WireTensor(name, "F32", (2, 2), "") for name in names]
+    blank = tuple(BlankTensor(name, True) for name in names)
+    reply = RankVerifyReply((), 1, (), (), (), 0.0, blank)
+    assert suspects(tensors, (), [reply]) == ["embed", "head"]
+    assert suspects(tensors, {"head"}, [reply]) == ["embed"]
+    assert suspects(tensors[1:], (), [reply]) == ["head"]
+    # One rank of two has live bytes that say something.
+    other = replace(reply, blank=tuple(BlankTensor(name, False) for name in names))
+    assert suspects(tensors, (), [reply, other]) == suspects(tensors, (), [other, reply]) == ["embed", "head"]
+    assert suspects(tensors, (), [other]) == []
+
+
+def test_an_answer_about_very_many_is_bounded() -> None:
+    names = [f"w{number}" for number in range(150)]
+    failures, warnings = judge(names, {}, ())
+    assert (len(failures), warnings) == (100, ())
+    assert all(failure.hint for failure in failures)
+    for digests, allowed in ((dict.fromkeys(names, "0" * 16), ()), ({}, ("w*",))):
+        failures, warnings = judge(names, digests, allowed)
+        assert (failures, len(warnings)) == ((), 11)
+        assert "140" in warnings[-1]
+    assert len(judge(names[:10], {}, ("w*",))[1]) == 10

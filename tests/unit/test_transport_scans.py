@@ -116,3 +116,8 @@ def test_a_normal_number_in_views_of_any_strides() -> None:
 )  # fmt: skip
 def test_which_tensors_have_to_hold_a_normal_number(dtype: str, shape: tuple[int, ...], wanted: bool) -> None:
     assert judged(TensorSpec("w", dtype, shape)) is wanted
+
+
+@pytest.mark.case("F05")
+def test_what_is_no_floating_number_is_not_judged() -> None:
+    assert has_normal(torch.zeros(2, 2, dtype=torch.int8), "F32")

@@ -200,6 +200,56 @@ def test_a_refused_one_leaves_the_place_to_an_older_one(coordinator: FakeCoordin
 
 
 @pytest.mark.case("F23")
+def test_a_refused_one_is_left_until_it_changes_and_a_look_says_so(
+    coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    class Judge(Client):
+        def update(self, body: Mapping[str, Any], *, timeout_s: float = 1.0) -> Receipt:
+            raise Rejected(Failure("file_truncated", "short"))
+
+    path = checkpoint(tmp_path, "step-7")
+    with Judge(coordinator.url, "") as client:
+        watch = Watch(tmp_path, client)
+        with pytest.raises(Rejected):
+            watch.once()
+        assert watch.once() is None
+        assert watch.left
+        (path / "more.txt").write_text("x")
+        with pytest.raises(Rejected):
+            watch.once()
+
+
+@pytest.mark.case("F23")
+def test_what_may_be_taken_later_is_not_passed_over_for_an_older_one(
+    coordinator: FakeCoordinator, tmp_path: Path
+) -> None:
+    class Judge(Client):
+        def update(self, body: Mapping[str, Any], *, timeout_s: float = 1.0) -> Receipt:
+            if body["version"] == "0-8":
+                raise Rejected(Failure("busy", "another one runs"))
+            return super().update(body, timeout_s=timeout_s)
+
+    checkpoint(tmp_path, "step-7")
+    checkpoint(tmp_path, "step-8")
+    passed: list[str] = []
+    with Judge(coordinator.url, "") as client:
+        watch = Watch(tmp_path, client, told=lambda path, why: passed.append(path.name))
+        for _ in range(2):
+            with pytest.raises(Rejected):
+                watch.once()
+    assert (pushed(coordinator), passed) == ([], [])
+
+
+@pytest.mark.case("F23")
+def test_the_live_one_itself_is_no_run_that_began_again(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    checkpoint(tmp_path, "step-6")
+    passed: list[str] = []
+    with Client(coordinator.url, "") as client:
+        assert Watch(tmp_path, client, told=lambda path, why: passed.append(path.name)).once() is None
+    assert passed == []
+
+
+@pytest.mark.case("F23")
 def test_a_run_that_began_again_is_named_and_new_run_publishes_it(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     old, new = checkpoint(tmp_path, "step-90"), checkpoint(tmp_path, "step-5")
     for path, seconds in ((old, 1_000), (new, 2_000)):
