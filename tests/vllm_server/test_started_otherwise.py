@@ -25,7 +25,7 @@ from engine_adapter.models import encode, reference_tokens
 from engine_adapter.rank.hello import running_document
 from engine_adapter.vllm.configs import ServerConfig
 from engine_adapter.vllm.connectors import ALLOW
-from tests.vllm_server.fleet import Coordinator, Fleet, coordinator, member, until
+from tests.vllm_server.fleet import IN_CORE, Coordinator, Fleet, coordinator, member, until
 from tests.vllm_server.models import PROMPTS, Checkpoints
 from tests.vllm_server.server import StartFailed, VllmServer, reserved_port, running, wait_ready
 from updater.cli.main import app
@@ -115,6 +115,11 @@ def fleet(made: Checkpoints, home: Path, at: Coordinator) -> Iterator[Fleet]:
         found = Fleet(at, server, made.first, made.second, made.first, home=home)
         found.steps = iter(range(10, 1000))
         yield found
+
+
+def in_core(replica: str, *arguments: str) -> dict[str, Any]:
+    """Of a server that is not waited for beyond its start, with one process less to start."""
+    return {"replica": replica, "joined": False, **IN_CORE, "arguments": (*IN_CORE["arguments"], *arguments)}
 
 
 def serves(fleet: Fleet, path: Path) -> bool:
@@ -229,7 +234,7 @@ def test_a_server_with_such_a_tier_ends_before_it_listens_and_names_the_class(
     made: Checkpoints, home: Path, at: Coordinator
 ) -> None:
     log = home / "refused.log"
-    options: Any = {"replica": "tier", "arguments": connector(home), "joined": False}
+    options = in_core("tier", *connector(home))
     with pytest.raises(StartFailed) as raised, member(made.first, log, at, **options):
         raise AssertionError("it listens")
     assert raised.value.code is not None
@@ -241,8 +246,8 @@ def test_a_server_with_such_a_tier_ends_before_it_listens_and_names_the_class(
 def test_a_server_of_dummy_weights_is_not_taken_in_and_says_what_to_start_it_with(
     made: Checkpoints, home: Path, at: Coordinator
 ) -> None:
-    arguments = ("--load-format", "dummy")
-    with member(made.first, home / "dummy.log", at, replica="dummy", arguments=arguments, joined=False) as server:
+    options = in_core("dummy", "--load-format", "dummy")
+    with member(made.first, home / "dummy.log", at, **options) as server:
 
         def why() -> list[dict[str, Any]]:
             return [each for each in at.get("/v1/fleet")["refused"] if each["replica"] == "dummy"]
@@ -267,6 +272,7 @@ def test_a_server_of_dummy_weights_is_not_taken_in_and_says_what_to_start_it_wit
 
 # ----- what vLLM makes of its options, without an engine
 
+ROTARY: dict[str, Any] = {"rope_type": "linear", "factor": 8.0, "rope_theta": 37.0}
 OVERRIDES: dict[str, Any] = {
     "none": {},
     "plain": {"rms_norm_eps": 0.5},
@@ -276,7 +282,6 @@ OVERRIDES: dict[str, Any] = {
     "null": {"rope_scaling": None},
     "function": lambda config: config.update({"rms_norm_eps": 0.25, "rope_parameters": ROTARY}) or config,
 }
-ROTARY = {"rope_type": "linear", "factor": 8.0, "rope_theta": 37.0}
 
 
 @pytest.mark.case("F01", "F64")
