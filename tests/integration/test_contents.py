@@ -70,8 +70,7 @@ def ask(stage: Stage, face: str, path: Path, step: int, **policy: Any) -> tuple[
         document = answer.json()
         return ("" if answer.status_code == 200 else document["code"]), document
     if face == "command":
-        options = [f"--layout={glob}={kind}" for glob, kind in policy.get("layouts", {}).items()]
-        options += [f"--allow-suspicious={glob}" for glob in policy.get("allow_suspicious", ())]
+        options = options_of(policy)
         arguments = ["push", str(path), str(step), "--url", stage.fleet.url, "--json", *options]
         ran = CliRunner().invoke(app, arguments, catch_exceptions=False)
         document = json.loads(ran.stdout)
@@ -84,10 +83,27 @@ def ask(stage: Stage, face: str, path: Path, step: int, **policy: Any) -> tuple[
     return "", receipt.model_dump(mode="json")
 
 
+def options_of(policy: Mapping[str, Any]) -> list[str]:
+    options = [f"--layout={glob}={kind}" for glob, kind in policy.get("layouts", {}).items()]
+    return options + [f"--allow-suspicious={glob}" for glob in policy.get("allow_suspicious", ())]
+
+
+def said_ahead(stage: Stage, path: Path, step: int, policy: Mapping[str, Any]) -> str:
+    """The code by which `inspect --against` says that a publication would be refused, or empty."""
+    look = ["inspect", str(path), "--against", stage.fleet.url, "--version", str(step), "--json", *options_of(policy)]
+    ran = CliRunner().invoke(app, look, catch_exceptions=False)
+    code: str = json.loads(ran.stdout)["against"]["code"]
+    assert ran.exit_code == (1 if code else 0)
+    return code
+
+
 def refused(stage: Stage, face: str, path: Path, code: str, step: int | None = None, **policy: Any) -> set[str]:
     """Names that the refusal blames, each with a way out; the fleet serves as before."""
     live, bytes_before = stage.live, stage.fleet.digests("one")
-    found, document = ask(stage, face, path, stage.step + 1 if step is None else step, **policy)
+    asked = stage.step + 1 if step is None else step
+    if face == "command":
+        assert said_ahead(stage, path, asked, policy) == code
+    found, document = ask(stage, face, path, asked, **policy)
     assert (found, document["live_version"], stage.live) == (code, live, live)
     assert stage.fleet.digests("one") == bytes_before
     assert all(failure["hint"] for failure in document["failures"])
@@ -96,6 +112,8 @@ def refused(stage: Stage, face: str, path: Path, code: str, step: int | None = N
 
 def committed(stage: Stage, face: str, path: Path, **policy: Any) -> Mapping[str, Any]:
     stage.step += 1
+    if face == "command":
+        assert said_ahead(stage, path, stage.step, policy) == ""
     found, document = ask(stage, face, path, stage.step, **policy)
     assert found == "", document
     return document
