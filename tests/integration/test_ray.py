@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError, RayError
 
 from engine_adapter.testing.fronts import PROMPT
 from tests.integration.ray_stage import (
+    DEADLINES,
     HANG_S,
     Fleet,
     Nodes,
@@ -35,6 +37,8 @@ from tests.integration.ray_stage import (
 from trainer_side.client import Cut
 from trainer_side.ray import AsyncRayClient
 from updater.core.errors import LiveweightsError, Rejected, Unavailable
+from updater.ray_actor import start_coordinator, stop_coordinator
+from updater.settings import STATE_ENV, Settings
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(4 * HANG_S)]
 
@@ -263,6 +267,52 @@ def test_a_replica_of_a_dead_node_comes_back_on_another_one(fleet: Fleet, nodes:
     assert fleet.client.update({"path": str(other), "version": again}).outcome == "committed"
     for name in fleet.replicas:
         fleet.serves(name, other, f"0-{again}")
+
+
+@pytest.mark.case("F14")
+def test_a_coordinator_actor_needs_a_folder_that_all_nodes_see(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STATE_ENV, raising=False)
+    for state in (None, Path("state")):
+        with pytest.raises(LiveweightsError) as refused:
+            start_coordinator(Settings(state=state), namespace="nowhere")
+        assert refused.value.code == "state_not_shared"
+        assert refused.value.failures[0].hint
+    with pytest.raises(ValueError):
+        ray.get_actor("coordinator", namespace="nowhere")
+
+
+@pytest.mark.case("F14")
+def test_a_second_coordinator_actor_is_refused_or_takes_over_on_another_node(nodes: Nodes, tmp_path: Path) -> None:
+    """One folder, as a shared disk would show it to both nodes."""
+    settings = Settings(state=tmp_path / "state", roots=(tmp_path,), deadlines=DEADLINES, new_fleet=True)
+    first = start_coordinator(settings, namespace="first", resources={"left": 1})
+    assert ask(first.version.remote())["body"]["epoch"] == 1
+
+    refused = start_coordinator(settings, namespace="second", max_restarts=0, resources={"right": 1})
+    with pytest.raises(RayError):
+        ask(refused.version.remote())
+    assert ask(first.version.remote())["body"]["epoch"] == 1
+
+    taker = start_coordinator(settings, namespace="third", take_over=True, resources={"right": 1})
+    assert ask(taker.version.remote())["body"]["epoch"] == 2
+    # It notices by itself, ends for good and is not started again by Ray.
+    until(lambda: _is_over(first))
+    assert ask(taker.version.remote())["body"]["epoch"] == 2
+
+    # Its own next life takes over from the one before, which Ray may have given up while it was only frozen.
+    pid = ask(taker.pid.remote())
+    os.kill(pid, signal.SIGKILL)
+    assert ask_again(lambda: taker.version.remote())["body"]["epoch"] == 3
+    assert ask(taker.pid.remote()) != pid
+    stop_coordinator(taker, HANG_S)
+
+
+def _is_over(coordinator: Any) -> bool:
+    try:
+        ask(coordinator.version.remote())
+    except RayActorError:
+        return True
+    return False
 
 
 def test_the_example_publishes_three_versions(nodes: Nodes, tmp_path: Path) -> None:
