@@ -77,8 +77,9 @@ class LocalHub:
             if self._closed:
                 raise Aborted(Failure("wrong_phase", "this rank is being shut down"))
             here = [link for link in self._kept if link.address == offer.address]
-            found = next((link for link in here if link.session == offer.session and link.stands()), None)
-            stale = [link for link in here if link is not found]
+            usable = [link for link in here if link.session == offer.session and link.stands()]
+            found = usable[0] if usable else None
+            stale = [link for link in here if link not in usable]
             self._kept = [link for link in self._kept if link is not found and link not in stale]
             if self._alarm is not None:
                 self._alarm.ring()
