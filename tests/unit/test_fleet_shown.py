@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from updater.coordinator.membership import Contact, Directory
 from updater.core.errors import Failure
+from updater.core.participant import FrontState, FrontStatus, Spare, SpareState
 from updater.manifest import Manifest, TensorEntry
 from updater.testing.fronts import ManualClock, settle
 from updater.testing.service import LocalService
@@ -304,3 +306,39 @@ def test_a_new_journal_is_a_warning_and_an_old_one_is_none(tmp_path: Path, caplo
 
     with caplog.at_level(logging.WARNING, "liveweights.coordinator"):
         assert asyncio.run(main()) == [1, 0]
+
+
+class AskedInTheMiddle:
+    """A front that was asked while it installed; its answer is on its way until `arrived`."""
+
+    url = "http://one"
+
+    def __init__(self, answer: FrontStatus) -> None:
+        self.answer, self.arrived = answer, asyncio.Event()
+
+    async def call(self, verb: str, request: Any, timeout_s: float) -> Any:
+        await self.arrived.wait()
+        return self.answer
+
+    async def close(self) -> None: ...
+
+
+def test_an_answer_from_before_it_was_open_is_not_shown_after_it() -> None:
+    async def main() -> None:
+        status = FrontStatus(
+            "one", "one1", "fleet", 1, 4, 1, FrontState.INVALIDATED, "0-2", "new", Spare(SpareState.UNKNOWN)
+        )
+        directory, participant = Directory(), AskedInTheMiddle(status)
+        contact = Contact(participant, status=status, missed=1)
+        directory.put("one", contact)
+        asking = asyncio.create_task(directory.ask_all(["one"], 60))
+        await settle()
+        directory.now_serves("one", "0-2", "new")
+        participant.arrived.set()
+        assert (await asking)["one"] == status
+        assert contact.status is not None
+        assert (contact.status.state, contact.missed) == (FrontState.OPEN, 0)
+        await directory.ask_all(["one"], 60)  # nothing in between: shown as it is
+        assert contact.status.state is FrontState.INVALIDATED
+
+    asyncio.run(main())

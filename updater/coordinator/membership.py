@@ -25,12 +25,15 @@ _log = logging.getLogger("liveweights.coordinator")
 
 @dataclass(slots=True, eq=False)
 class Contact:
-    """One replica as a process: how to reach it, and what it last said. `missed`: tries in a row without an answer."""
+    """One replica as a process: how to reach it, and what it last said. `missed`: tries in a row without an answer.
+    `acknowledged`: how often it acknowledged that it is open.
+    """
 
     participant: Participant
     description: Description | None = None
     status: FrontStatus | None = None
     missed: int = 0
+    acknowledged: int = 0
 
 
 class Directory:
@@ -76,6 +79,7 @@ class Directory:
         """It acknowledged that it is open: shown at once, not only after the next probe."""
         contact = self._contacts.get(replica)
         if contact is not None and contact.status is not None:
+            contact.acknowledged += 1
             contact.status = replace(
                 contact.status, state=FrontState.OPEN, live_version=version, live_digest=digest, failure=None
             )
@@ -113,12 +117,18 @@ class Directory:
             contact.description = answer
 
     async def ask_all(self, replicas: Iterable[str], seconds: float) -> dict[str, FrontStatus | None]:
-        """All at once; what they say is kept."""
+        """All at once. What they say is kept, unless the replica acknowledged that it is open while it was asked: its
+        answer may be from before that.
+        """
         asked = [(replica, self._contacts[replica]) for replica in replicas if replica in self._contacts]
+        before = [contact.acknowledged for _, contact in asked]
         answers = await asyncio.gather(*(self.ask(contact.participant, seconds) for _, contact in asked))
-        for (_, contact), answer in zip(asked, answers, strict=True):
-            if answer is not None:
-                contact.status, contact.missed = answer, 0
+        for (_, contact), answer, acknowledged in zip(asked, answers, before, strict=True):
+            if answer is None:
+                continue
+            contact.missed = 0
+            if contact.acknowledged == acknowledged:
+                contact.status = answer
         return {replica: answer for (replica, _), answer in zip(asked, answers, strict=True)}
 
     def view(self, member: Member, why: Failure | None = None) -> MemberState:
