@@ -88,6 +88,10 @@ def odd(weights: Weights) -> None:
     weights["model.norm.weight"][0] = float("nan")
 
 
+def other(weights: Weights) -> None:
+    weights["model.norm.weight"].add_(1.0)
+
+
 def two_faults(folder: Path) -> None:
     rewritten(drop)(folder)
     config(rms_norm_eps=0.5, hidden_act="gelu")(folder)
@@ -107,6 +111,12 @@ def beside(folder: Path) -> None:
 def truncated(folder: Path) -> None:
     file = next(folder.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-8])
+
+
+def changed_since(folder: Path) -> None:
+    """Its manifest of digests is of other bytes."""
+    write_manifest(str(folder))
+    rewritten(other)(folder)
 
 
 def blank_and_meant(folder: Path) -> None:
@@ -134,6 +144,7 @@ TABLE: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "no numbers and meant": (blank_and_meant, (), ""),
     "nan": (rewritten(odd), (), "tensor_nonfinite"),
     "nan allowed": (rewritten(odd), ("--allow-nonfinite",), ""),
+    "other bytes": (changed_since, (), "tensor_digest"),
     "mode": (lambda folder: None, ("--in-flight", "keep"), "mode_unsupported"),
     "two faults": (two_faults, (), "tensor_missing"),
 }
@@ -182,6 +193,19 @@ def test_all_that_is_wrong_is_said_at_once(fleet: LiveFleet) -> None:
     assert found == ["tensor_missing", "config_mismatch", "config_mismatch"]
 
 
+@pytest.mark.case("F05")
+def test_what_is_live_without_numbers_may_come_again(fleet: LiveFleet) -> None:
+    path = fleet.home / "blank"
+    shutil.copytree(fleet.home / "v2", path)
+    blank_and_meant(path)
+    streamed = ("--transport", "shared_memory")  # whose manifest the fleet keeps
+    assert ask("push", str(path), next_step(fleet), "--url", fleet.url, *streamed)[0] == Exit.OK
+    (path / "liveweights.manifest.json").unlink()
+    code, told = ask("inspect", str(path), "--against", fleet.url)
+    assert (code, told["against"]["refused"]) == (Exit.OK, [])
+    assert ask("push", str(path), next_step(fleet), "--url", fleet.url)[0] == Exit.OK
+
+
 @pytest.mark.case("F01")
 def test_a_version_is_judged_where_it_is_named_and_values_are_left_alone_where_that_is_asked(fleet: LiveFleet) -> None:
     path = str(fleet.home / "v2")
@@ -213,3 +237,16 @@ def test_a_push_can_be_a_dry_run(fleet: LiveFleet) -> None:
     code, receipt = ask("push", str(fleet.home / "v2"), next_step(fleet), "--url", fleet.url, "--dry-run")
     assert (code, receipt["outcome"]) == (Exit.OK, "planned")
     assert fleet.get("/v1/version") == before
+
+
+@pytest.mark.case("F26")
+@pytest.mark.parametrize("dtypes", ["engine", "BF16"])
+def test_a_stream_from_the_command_line_is_cast(fleet: LiveFleet, dtypes: str) -> None:
+    path = fleet.home / f"wide-{dtypes}"
+    shutil.copytree(fleet.home / "v2", path)
+    rewritten(widen)(path)
+    words = ("push", str(path), next_step(fleet), "--url", fleet.url, "--transport", "shared_memory")
+    refused, told = ask(*words)
+    assert (refused, told["code"]) == (Exit.REFUSED, "tensor_narrowing")
+    pushed, receipt = ask(*words, "--dtypes", dtypes)
+    assert (pushed, receipt["outcome"], receipt["proof"]) == (Exit.OK, "committed", "digests")
