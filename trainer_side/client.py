@@ -24,7 +24,6 @@ from updater.schemas import FleetState, ModelState, Receipt, UpdateState, Versio
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
-_Http = httpx.Client | httpx.AsyncClient
 DEFAULT_URL = "http://127.0.0.1:8700"
 URL_ENV = "LIVEWEIGHTS_URL"
 TOKEN_ENV = "LIVEWEIGHTS_ADMIN_TOKEN"
@@ -92,6 +91,7 @@ class Client:
         self, url: str | None = None, token: str | None = None, *, transport: httpx.BaseTransport | None = None
     ) -> None:
         options = _options(url, token)
+        self._server = _server(options["base_url"])
         if transport is None and options["base_url"].startswith(ACTOR):
             from updater.ray_calls import ActorTransport, address_of
 
@@ -114,11 +114,11 @@ class Client:
 
     def update(self, body: Mapping[str, Any], *, timeout_s: float = UPDATE_S) -> Receipt:
         """Begin an update (the body of `POST /v1/updates`) and wait for the receipt of a committed one."""
-        return _as(Receipt, self._http, self.run(flows.begin(body, wait=True, timeout_s=timeout_s)))
+        return _as(Receipt, self._server, self.run(flows.begin(body, wait=True, timeout_s=timeout_s)))
 
     def begin(self, body: Mapping[str, Any]) -> UpdateState:
         """Begin an update and return while it runs."""
-        return _as(UpdateState, self._http, self.run(flows.begin(body, wait=False, timeout_s=flows.CALL_S)))
+        return _as(UpdateState, self._server, self.run(flows.begin(body, wait=False, timeout_s=flows.CALL_S)))
 
     def rollback(
         self,
@@ -134,23 +134,23 @@ class Client:
         """
         target, expected_live = self.run(_rollback_pair(target, expected_live))
         body = {"target": str(target), "expected_live": str(expected_live), **more}
-        return _as(Receipt, self._http, self.run(flows.rollback(body, wait=True, timeout_s=timeout_s)))
+        return _as(Receipt, self._server, self.run(flows.rollback(body, wait=True, timeout_s=timeout_s)))
 
     def version(self) -> VersionState:
         """What is live, since when, and what a rollback would bring back."""
-        return _as(VersionState, self._http, self.run(flows.get("/v1/version")))
+        return _as(VersionState, self._server, self.run(flows.get("/v1/version")))
 
     def fleet(self) -> FleetState:
         """Members and ranks."""
-        return _as(FleetState, self._http, self.run(flows.get("/v1/fleet")))
+        return _as(FleetState, self._server, self.run(flows.get("/v1/fleet")))
 
     def adopt(self, members: Mapping[str, str]) -> FleetState:
         """Let this coordinator, whose journal is empty or behind, take over these fronts (replica to URL)."""
-        return _as(FleetState, self._http, self.run(flows.adopt(members)))
+        return _as(FleetState, self._server, self.run(flows.adopt(members)))
 
     def model(self) -> ModelState:
         """What the fleet's engines run on, beside tensors: config, tokenizer, quantisation."""
-        return _as(ModelState, self._http, self.run(flows.get("/v1/fleet/model")))
+        return _as(ModelState, self._server, self.run(flows.get("/v1/fleet/model")))
 
     def manifest(self, digest: str) -> Mapping[str, Any]:
         """The manifest of a version by its digest. Raises Rejected `not_found`."""
@@ -158,27 +158,27 @@ class Client:
 
     def history(self, limit: int | None = None) -> list[Receipt]:
         """Past receipts, newest first."""
-        return _receipts(self._http, self.run(flows.get("/v1/history", limit=limit)))
+        return _receipts(self._server, self.run(flows.get("/v1/history", limit=limit)))
 
     def status(self, update: str) -> UpdateState:
         """State and timings of one update."""
-        return _as(UpdateState, self._http, self.run(flows.get(flows.update_path(update))))
+        return _as(UpdateState, self._server, self.run(flows.get(flows.update_path(update))))
 
     def commit(self, update: str) -> UpdateState:
         """Let an update with `commit: manual` go on from READY."""
-        return _as(UpdateState, self._http, self.run(flows.verb(update, "commit")))
+        return _as(UpdateState, self._server, self.run(flows.verb(update, "commit")))
 
     def abort(self, update: str, failures: Iterable[Failure] = ()) -> UpdateState:
         """End an undecided update. `failures`: what made you, with codes of `updater.schemas.CAUSES`."""
-        return _as(UpdateState, self._http, self.run(flows.abort(update, failures)))
+        return _as(UpdateState, self._server, self.run(flows.abort(update, failures)))
 
     def renew(self, update: str) -> UpdateState:
         """The update is still wanted. Raises `lease_expired` or `wrong_phase` when it ended."""
-        return _as(UpdateState, self._http, self.run(flows.verb(update, "renew")))
+        return _as(UpdateState, self._server, self.run(flows.verb(update, "renew")))
 
     def seal(self, update: str, digests: Mapping[str, str] | None = None) -> UpdateState:
         """The stream is complete. `digests`: name -> 16 hex digits, of tensors that the manifest has none of."""
-        return _as(UpdateState, self._http, self.run(flows.seal(update, digests or {})))
+        return _as(UpdateState, self._server, self.run(flows.seal(update, digests or {})))
 
     def events(self, update: str, cut: Cut | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(name, data) as the coordinator tells them, until the update has ended.
@@ -191,11 +191,11 @@ class Client:
         try:
             with self._http.stream("GET", path, timeout=timeout, headers={"Accept": "text/event-stream"}) as response:
                 if response.status_code != 200:
-                    flows.read(Answer(response.status_code, response.read(), _server(self._http)))
+                    flows.read(Answer(response.status_code, response.read(), self._server))
                 with cut.of(response):
                     yield from flows.events(response.iter_lines())
         except httpx.HTTPError as error:
-            raise _unreachable(self._http, error) from None
+            raise _unreachable(self._server, error) from None
 
     def close(self) -> None:
         self._http.close()
@@ -212,8 +212,8 @@ class Client:
         try:
             response = self._http.request(**_request(call))
         except httpx.HTTPError as error:
-            return NoAnswer(_reason(self._http, error), again=not isinstance(error, httpx.ReadTimeout))
-        return Answer(response.status_code, response.content, _server(self._http))
+            return NoAnswer(_reason(self._server, error), again=not isinstance(error, httpx.ReadTimeout))
+        return Answer(response.status_code, response.content, self._server)
 
 
 class AsyncClient:
@@ -223,6 +223,7 @@ class AsyncClient:
         self, url: str | None = None, token: str | None = None, *, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         options = _options(url, token)
+        self._server = _server(options["base_url"])
         if transport is None and options["base_url"].startswith(ACTOR):
             from updater.ray_calls import AsyncActorTransport, address_of
 
@@ -245,11 +246,11 @@ class AsyncClient:
 
     async def update(self, body: Mapping[str, Any], *, timeout_s: float = UPDATE_S) -> Receipt:
         """Begin an update (the body of `POST /v1/updates`) and wait for the receipt of a committed one."""
-        return _as(Receipt, self._http, await self.run(flows.begin(body, wait=True, timeout_s=timeout_s)))
+        return _as(Receipt, self._server, await self.run(flows.begin(body, wait=True, timeout_s=timeout_s)))
 
     async def begin(self, body: Mapping[str, Any]) -> UpdateState:
         """Begin an update and return while it runs."""
-        return _as(UpdateState, self._http, await self.run(flows.begin(body, wait=False, timeout_s=flows.CALL_S)))
+        return _as(UpdateState, self._server, await self.run(flows.begin(body, wait=False, timeout_s=flows.CALL_S)))
 
     async def rollback(
         self,
@@ -261,40 +262,40 @@ class AsyncClient:
     ) -> Receipt:
         target, expected_live = await self.run(_rollback_pair(target, expected_live))
         body = {"target": str(target), "expected_live": str(expected_live), **more}
-        return _as(Receipt, self._http, await self.run(flows.rollback(body, wait=True, timeout_s=timeout_s)))
+        return _as(Receipt, self._server, await self.run(flows.rollback(body, wait=True, timeout_s=timeout_s)))
 
     async def version(self) -> VersionState:
-        return _as(VersionState, self._http, await self.run(flows.get("/v1/version")))
+        return _as(VersionState, self._server, await self.run(flows.get("/v1/version")))
 
     async def fleet(self) -> FleetState:
-        return _as(FleetState, self._http, await self.run(flows.get("/v1/fleet")))
+        return _as(FleetState, self._server, await self.run(flows.get("/v1/fleet")))
 
     async def adopt(self, members: Mapping[str, str]) -> FleetState:
-        return _as(FleetState, self._http, await self.run(flows.adopt(members)))
+        return _as(FleetState, self._server, await self.run(flows.adopt(members)))
 
     async def model(self) -> ModelState:
-        return _as(ModelState, self._http, await self.run(flows.get("/v1/fleet/model")))
+        return _as(ModelState, self._server, await self.run(flows.get("/v1/fleet/model")))
 
     async def manifest(self, digest: str) -> Mapping[str, Any]:
         return await self.run(flows.get(f"/v1/manifests/{digest}"))
 
     async def history(self, limit: int | None = None) -> list[Receipt]:
-        return _receipts(self._http, await self.run(flows.get("/v1/history", limit=limit)))
+        return _receipts(self._server, await self.run(flows.get("/v1/history", limit=limit)))
 
     async def status(self, update: str) -> UpdateState:
-        return _as(UpdateState, self._http, await self.run(flows.get(flows.update_path(update))))
+        return _as(UpdateState, self._server, await self.run(flows.get(flows.update_path(update))))
 
     async def commit(self, update: str) -> UpdateState:
-        return _as(UpdateState, self._http, await self.run(flows.verb(update, "commit")))
+        return _as(UpdateState, self._server, await self.run(flows.verb(update, "commit")))
 
     async def seal(self, update: str, digests: Mapping[str, str] | None = None) -> UpdateState:
-        return _as(UpdateState, self._http, await self.run(flows.seal(update, digests or {})))
+        return _as(UpdateState, self._server, await self.run(flows.seal(update, digests or {})))
 
     async def abort(self, update: str, failures: Iterable[Failure] = ()) -> UpdateState:
-        return _as(UpdateState, self._http, await self.run(flows.abort(update, failures)))
+        return _as(UpdateState, self._server, await self.run(flows.abort(update, failures)))
 
     async def renew(self, update: str) -> UpdateState:
-        return _as(UpdateState, self._http, await self.run(flows.verb(update, "renew")))
+        return _as(UpdateState, self._server, await self.run(flows.verb(update, "renew")))
 
     async def events(self, update: str) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
         path = f"{flows.update_path(update)}/events"
@@ -305,13 +306,13 @@ class AsyncClient:
                 "GET", path, timeout=timeout, headers={"Accept": "text/event-stream"}
             ) as response:
                 if response.status_code != 200:
-                    flows.read(Answer(response.status_code, await response.aread(), _server(self._http)))
+                    flows.read(Answer(response.status_code, await response.aread(), self._server))
                 async for line in response.aiter_lines():
                     event = parser.feed(line)
                     if event is not None:
                         yield event
         except httpx.HTTPError as error:
-            raise _unreachable(self._http, error) from None
+            raise _unreachable(self._server, error) from None
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -328,8 +329,8 @@ class AsyncClient:
         try:
             response = await self._http.request(**_request(call))
         except httpx.HTTPError as error:
-            return NoAnswer(_reason(self._http, error), again=not isinstance(error, httpx.ReadTimeout))
-        return Answer(response.status_code, response.content, _server(self._http))
+            return NoAnswer(_reason(self._server, error), again=not isinstance(error, httpx.ReadTimeout))
+        return Answer(response.status_code, response.content, self._server)
 
 
 def _rollback_pair(target: Version | str | None, expected_live: Version | str | None) -> Flow[tuple[str, str]]:
@@ -341,8 +342,8 @@ def _rollback_pair(target: Version | str | None, expected_live: Version | str | 
     return str(target or ""), str(expected_live or "")
 
 
-def _receipts(http: _Http, answer: Mapping[str, Any]) -> list[Receipt]:
-    return [_as(Receipt, http, receipt) for receipt in answer.get("receipts", ())]
+def _receipts(server: str, answer: Mapping[str, Any]) -> list[Receipt]:
+    return [_as(Receipt, server, receipt) for receipt in answer.get("receipts", ())]
 
 
 def _options(url: str | None, token: str | None) -> dict[str, Any]:
@@ -370,16 +371,14 @@ def address(url: str) -> str:
     return whole
 
 
-def _as(kind: type[M], http: _Http, answer: Mapping[str, Any]) -> M:
+def _as(kind: type[M], server: str, answer: Mapping[str, Any]) -> M:
     """Raises Rejected `not_found` for what another server than a coordinator answers."""
     try:
         return kind.model_validate(answer)
     except ValidationError:
         replica = answer.get("replica")
         what = f"the replica {replica!r}" if isinstance(replica, str) else "another server, or one of another release"
-        raise refuse(
-            "not_found", f"no coordinator answers at {_server(http)}: it is {what}", hint=flows.ADDRESS
-        ) from None
+        raise refuse("not_found", f"no coordinator answers at {server}: it is {what}", hint=flows.ADDRESS) from None
 
 
 def _carried(options: dict[str, Any]) -> dict[str, Any]:
@@ -398,14 +397,14 @@ def _request(call: Call) -> dict[str, Any]:
     return request
 
 
-def _server(http: _Http) -> str:
-    """The address for people: without a password that it holds."""
-    return str(http.base_url.copy_with(userinfo=b""))
+def _server(url: str) -> str:
+    """The address for people: without a password that it holds, and an actor's as it is."""
+    return url if url.startswith(ACTOR) else str(httpx.URL(url).copy_with(userinfo=b""))
 
 
-def _reason(http: _Http, error: httpx.HTTPError) -> str:
-    return f"{_server(http)}: {type(error).__name__}: {error}"[:500]
+def _reason(server: str, error: httpx.HTTPError) -> str:
+    return f"{server}: {type(error).__name__}: {error}"[:500]
 
 
-def _unreachable(http: _Http, error: httpx.HTTPError) -> Unavailable:
-    return Unavailable(Failure("unreachable", _reason(http, error), hint=flows.NOBODY))
+def _unreachable(server: str, error: httpx.HTTPError) -> Unavailable:
+    return Unavailable(Failure("unreachable", _reason(server, error), hint=flows.NOBODY))

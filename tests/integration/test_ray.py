@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorDiedError, RayActorError
 
 from engine_adapter.testing.fronts import PROMPT
 from tests.integration.ray_stage import (
@@ -289,8 +289,12 @@ def test_a_second_coordinator_actor_is_refused_or_takes_over_on_another_node(nod
     assert ask(first.version.remote())["body"]["epoch"] == 1
 
     refused = start_coordinator(settings, namespace="second", max_restarts=0, resources={"right": 1})
-    with pytest.raises(RayError):
+    with pytest.raises(ActorDiedError) as died:
         ask(refused.version.remote())
+    error = died.value.args[0].cause  # what the actor could not begin for, as Ray carries it to its caller
+    assert isinstance(error, Rejected)
+    assert (error.code, error.failures[0].file) == ("state_in_use", str(tmp_path / "state" / "lock"))
+    assert error.hint
     assert ask(first.version.remote())["body"]["epoch"] == 1
 
     taker = start_coordinator(settings, namespace="third", take_over=True, resources={"right": 1})

@@ -147,6 +147,10 @@ class LiveweightsError(Exception):
         self.receipt = receipt
         self.retryable = worth_a_retry(failures) if retryable is None else retryable
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copied, and carried between processes, whole: a subclass may be made of other arguments than `args`."""
+        return _remade, (type(self), self.args), self.__dict__
+
     @property
     def code(self) -> str:
         return self.failures[0].code
@@ -189,6 +193,10 @@ class Quarantined(LiveweightsError):
 def refuse(code: str, message: str, *, tensor: str = "", file: str = "", hint: str = "") -> Rejected:
     """Shorthand for the common case: one refusal at one place."""
     return Rejected(Failure(code, message, tensor=tensor, file=file, hint=hint))
+
+
+def _remade(kind: type[LiveweightsError], args: tuple[object, ...]) -> LiveweightsError:
+    return kind.__new__(kind, *args)
 
 
 def _line(group: Group) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,11 @@ def test_a_refusal_with_a_way_out_names_it(code: str, way: str) -> None:
 @pytest.mark.case("F27")
 def test_every_refusal_by_a_precondition_has_a_way_out() -> None:
     assert not [name for name, row in codes.TABLE.items() if row.status == 412 and not row.hint]
+
+
+@pytest.mark.case("F14")
+def test_a_copy_of_an_error_is_whole() -> None:
+    error = Aborted(Failure("busy", "it is busy", rank=1), live_version="0-1", receipt={"a": 1}, retryable=False)
+    again = copy.copy(error)
+    assert type(again) is Aborted
+    assert (vars(again), again.args) == (vars(error), error.args)

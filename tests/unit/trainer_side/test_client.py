@@ -119,6 +119,29 @@ def test_nobody_there_is_unavailable_after_all_tries() -> None:
     assert len(asked.requests) == len(flows.BACKOFF_S) + 1
 
 
+@pytest.mark.case("F14")
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize("url", ["ray://coordinator@liveweights", "http://10.0.0.1:8700"])
+def test_an_error_names_the_address_that_was_asked(url: str) -> None:
+    def broken(_request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("it died")
+
+    def other(_request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"replica": "one"})
+
+    async def asked(handler: Handler) -> None:
+        async with AsyncClient(url, transport=httpx.MockTransport(handler)) as link:
+            await link.version()
+
+    for handler in (broken, other):
+        with pytest.raises(LiveweightsError) as caught, Client(url, transport=httpx.MockTransport(handler)) as link:
+            link.version()
+        assert url in caught.value.failures[0].message
+        with pytest.raises(LiveweightsError) as caught:
+            asyncio.run(asked(handler))
+        assert url in caught.value.failures[0].message
+
+
 @pytest.mark.usefixtures("no_waiting")
 def test_a_call_that_took_all_its_time_is_not_repeated() -> None:
     asked = Recorder(httpx.ReadTimeout, httpx.Response(200, json=RECEIPT))
