@@ -8,13 +8,13 @@ import sys
 import tempfile
 import time
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
 from tests.faults.bad_day.catalogue import NAMES, QUICK
 from tests.faults.bad_day.engines import make_stand
 from tests.faults.bad_day.results import Run, record
 from tests.faults.bad_day.rounds import running_driver
+from updater.core.release import RELEASE
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     home = Path(tempfile.mkdtemp(prefix="bad-day-"))
     failed, began = 0, time.monotonic()
     names = tuple(told.action or (QUICK if told.engine == "vllm" else NAMES))
-    run = Run(told.engine, version("liveweights"), date.today().isoformat(), told.seed)
+    run = Run(told.engine, RELEASE, date.today().isoformat(), told.seed)
     try:
         stand = make_stand(told.engine, home / "models")
         with running_driver(home, stand, names, told.longest) as driver:
