@@ -76,6 +76,14 @@ def test_another_fleet_an_older_epoch_and_the_higher_of_two_owners_do_not_lead()
     assert (front.saw(Answer).reply.owner, front.state.owner, front.state.epoch) == ("a", "a", 4)
 
 
+@pytest.mark.case("F61")
+def test_a_front_that_knows_no_owner_of_its_epoch_obeys_the_first_that_leads() -> None:
+    front = Front().join().lead(4)
+    front.state = replace(front.state, owner="")
+    front.ask("lead", FenceRequest(replace(front.fence(0, 0, 4), owner="b")))
+    assert (front.saw(Answer).reply.owner, front.state.owner, front.state.epoch) == ("b", "b", 4)
+
+
 # --- what it is told
 
 
