@@ -117,8 +117,9 @@ soak: $(STAMP)
 	    $(BIN)/python -m tests.faults.bad_day --engine $$engine --seed $$(date +%s) --rounds $$((3 * $(SOAK))) \
 	        --longest 30 || exit 1; done
 	@if $(MAKE) --no-print-directory $(VLLM_STAMP) > /dev/null 2>&1; then \
-	    export $(VLLM_CAPPED) && LIVEWEIGHTS_EXAMPLES=soak $(VLLM_PYTHON) -m pytest -m vllm tests/vllm_server/test_models.py -q; \
-	else echo "no vLLM here: its models are left out"; fi
+	    export $(VLLM_CAPPED) && LIVEWEIGHTS_EXAMPLES=soak $(VLLM_PYTHON) -m pytest -m vllm tests/vllm_server/test_models.py -q \
+	    && $(VLLM_CAPPED) $(VLLM_PYTHON) -m tests.faults.bad_day --engine vllm --all --seed $$(date +%s) --rounds $(SOAK); \
+	else echo "no vLLM here: its models and bad days are left out"; fi
 
 bench: $(STAMP)
 	rm -f bench-report.json

@@ -5,6 +5,7 @@ A code is allowed only where the thing can be its cause: what else an update is 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 from tests.faults.bad_day.fleet import RANKS, Fleet
 from tests.faults.bad_day.publisher import Trainer
 from tests.faults.bad_day.relay import BAD
+from tests.standing import stand_still
 
 #: What may end an update whose parts wait for each other for too long.
 LATE = ("phase_timeout", "quiesce_timeout", "lease_expired")
@@ -130,7 +132,8 @@ def stop_rank(scene: Scene) -> None:
     if ranks:
         rank = scene.random.randrange(len(ranks))
         scene.say(f"{name} {rank}")
-        ranks[rank].suspend()
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            stand_still(ranks[rank].pid)
 
 
 @action("lease_expired", *STREAM)

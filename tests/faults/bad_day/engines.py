@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,8 @@ class Stand:
     """`expected`: per checkpoint, per prompt. `margin`: from a smaller one on, a reply is not compared.
 
     `options`: of the engine. `asking`: what a request needs beside prompt and length. `below`: where the participant
-    contract lies on the engine's own server.
+    contract lies on the engine's own server. `bucket_bytes`: of a stream; `clients`: that stream from each replica.
+    `slower`: how many times longer than for toy engines it may take to answer.
     """
 
     engine: str
@@ -41,6 +43,9 @@ class Stand:
     options: Mapping[str, Any] = field(default_factory=dict)
     asking: Mapping[str, Any] = field(default_factory=lambda: {"ignore_eos": True})
     below: str = ""
+    bucket_bytes: int = 4096
+    clients: int = 2
+    slower: float = 1.0
 
     @property
     def is_vllm(self) -> bool:
@@ -100,7 +105,26 @@ def _vllm(folder: Path) -> Stand:
     count = 16
     expected = tuple(tuple(reference_tokens(c, prompt, count) for prompt in prompts) for c in checkpoints)
     asking = {"ignore_eos": True, "temperature": 0, "return_token_ids": True, "model": NAME}
-    return Stand("vllm", checkpoints, prompts, expected, count, 1.0, asking=asking, below=PREFIX)
+    # Two engines spin on two cores: each bucket waits until every rank has had its turn.
+    return Stand(
+        "vllm",
+        checkpoints,
+        prompts,
+        expected,
+        count,
+        1.0,
+        asking=asking,
+        below=PREFIX,
+        bucket_bytes=1 << 17,
+        clients=1,
+        slower=3.0,
+    )
+
+
+#: vLLM's processes wait for each other in a loop around `os.sched_yield`. Linux 6.18 counts every call as a whole slice
+#: of processor time, so that a rank which waited long is not run again for minutes as soon as another process of its
+#: session is busy on the same core, whatever serves from it. Sleeping is what vLLM does too, on Pythons before 3.11.1.
+_PATIENT = "import os, time\nos.sched_yield = lambda: time.sleep(0.0001)\n"
 
 
 def vllm_server(
@@ -111,4 +135,9 @@ def vllm_server(
 
     command = command_of(model, port, ranks, "bfloat16")
     command += ["--worker-extension-cls", "engine_adapter.vllm.worker.LiveweightsWorker", "--served-model-name", NAME]
-    return command, environment_of(ranks, {"VLLM_PLUGINS": "liveweights", **told}, home)
+    environment = environment_of(ranks, {"VLLM_PLUGINS": "liveweights", **told}, home)
+    patient = home / "patient"
+    patient.mkdir(exist_ok=True)
+    (patient / "sitecustomize.py").write_text(_PATIENT)
+    path = [str(patient), environment.get("PYTHONPATH", "")]
+    return command, environment | {"PYTHONPATH": os.pathsep.join(part for part in path if part)}

@@ -123,16 +123,19 @@ class Fleet:
         self.until(lambda: all(self.is_open(name) for name in RANKS), "both replicas serve", start_s)
 
     def start_coordinator(self) -> None:
-        told = {"state": str(self.state), "roots": [str(self.home)], "port": self.port}
+        told = self._told(self.state, self.port)
         self.coordinator = self.run("coordinator", "coordinator", told)
         self.until(lambda: self.get("/healthz") is not None, "the coordinator answers", watched=self.coordinator)
 
     def start_second(self, state: Path, *, take_over: bool = False) -> Life:
         """Another coordinator, at another address. Does not wait."""
         self.second_port = free_port()
-        told = {"state": str(state), "roots": [str(self.home)], "port": self.second_port, "take_over": take_over}
+        told = {**self._told(state, self.second_port), "take_over": take_over}
         self.seconds.append(self.run("second", "coordinator", told))
         return self.seconds[-1]
+
+    def _told(self, state: Path, port: int) -> dict[str, Any]:
+        return {"state": str(state), "roots": [str(self.home)], "port": port, "slower": self.stand.slower}
 
     def second_answers(self) -> bool:
         return self._ask(f"http://127.0.0.1:{self.second_port}/healthz") is not None
@@ -258,8 +261,7 @@ class Fleet:
                 life.go_on()
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process.status() == psutil.STATUS_STOPPED:
-                    process.resume()
+                process.resume()  # whatever its state: one that is busy may not show yet that it was told to stop
 
     # ----- looking
 

@@ -32,20 +32,22 @@ def coordinator(told: Mapping[str, Any]) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    slower = float(told["slower"])
+    verb_s = VERB_S * slower
     deadlines = Deadlines(
-        plan_s=VERB_S,
-        install_s=VERB_S,
-        invalidate_s=VERB_S,
-        restore_s=VERB_S,
-        resume_s=VERB_S,
-        discard_s=1.0,  # what a dead replica costs every round
-        join_s=VERB_S,
-        shutdown_s=VERB_S,
-        status_s=1.0,
+        plan_s=verb_s,
+        install_s=verb_s,
+        invalidate_s=verb_s,
+        restore_s=verb_s,
+        resume_s=verb_s,
+        discard_s=1.0 * slower,  # what a dead replica costs every round
+        join_s=verb_s,
+        shutdown_s=verb_s,
+        status_s=1.0 * slower,
         probe_every_s=0.3,
         watch_s=WATCH_S,
         lost_after=3,
-        update_lease_s=LEASE_S,
+        update_lease_s=LEASE_S * slower,
     )
     roots = tuple(Path(root) for root in told["roots"])
     settings = Settings(state=Path(told["state"]), port=told["port"], roots=roots, deadlines=deadlines)
@@ -130,7 +132,8 @@ def trainer(connection: socket.socket, told: Mapping[str, Any]) -> None:
     def pusher(transport: str) -> Pusher:
         if transport not in made:
             options = {"sender_options": sender} if transport == "broadcast" else {}
-            made[transport] = Pusher(told["coordinator"], "", transport=transport, bucket_bytes=4096, **options)
+            size = told["bucket_bytes"]
+            made[transport] = Pusher(told["coordinator"], "", transport=transport, bucket_bytes=size, **options)
         return made[transport]
 
     def perform(command: Mapping[str, Any]) -> Any:

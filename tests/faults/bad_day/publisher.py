@@ -103,6 +103,7 @@ class Trainers:
             "coordinator": fleet.network.links["trainer"].url,
             "sender_port": fleet.sender_port,
             "advertise": "127.0.0.2",
+            "bucket_bytes": fleet.stand.bucket_bytes,
         }
         self.life = fleet.run("trainers", "trainers", told)
 

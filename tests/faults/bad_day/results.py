@@ -87,7 +87,12 @@ to rest, and is judged:
 - the next update commits over each transport, and after it all replicas are open;
 - no fault of the coordinator alone shut a replica that served a published version.
 
-`make test` plays fixed seeds on toy engines, `make soak` new ones, on embedded engines too. By hand, one round or many:
+`make test` plays fixed seeds on toy engines, and three rounds on two stock vLLM servers, one of them over two ranks:
+no process of these is killed, their ranks stand still or are cut off. `make soak` plays new seeds, on embedded engines
+and on vLLM too, with every bad thing. What a stock vLLM keeps in its temporary folder while it serves is not counted
+as left behind; its processes wait for each other by sleeping instead of `sched_yield`, which on Linux 6.18 keeps a
+process off its core for minutes; and its fleet has three times the deadlines. By hand, one round or many (`--engine
+vllm` leaves out what ends a vLLM process, unless `--all` is given):
 
 ```console
 $ python -m tests.faults.bad_day --seed 12 --rounds 1 --engine toy
