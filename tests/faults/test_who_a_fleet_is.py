@@ -375,6 +375,7 @@ def test_of_two_coordinators_on_copies_with_one_epoch_the_higher_owner_loses(wor
     world.until(lambda: [each["state"] for each in world.fleet(winner)["members"]] == ["open", "open"])
     assert {world.front(name)["owner"] for name in NAMES} == {min(sides)[1]}
     assert world.held(winner) == ""
+    world.until(lambda: "copy" in (world.home / f"coordinator-{winner}.log").read_text())
     if lost.poll() is None:
         assert world.push(loser).json()["code"] == "behind"
     label = world.published(winner)

@@ -294,6 +294,24 @@ def test_the_lower_of_two_owners_of_one_epoch_says_once_that_there_is_another(
     assert said.levelno == logging.WARNING
 
 
+@pytest.mark.case("F61")
+@pytest.mark.parametrize(("rival", "warnings"), [("~", 1), ("", 0), ("!", 0)])
+def test_an_owner_that_led_first_says_once_that_another_asked_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rival: str, warnings: int
+) -> None:
+    """Owner ids are digits and letters: `~` is higher than any of them and `!` is lower."""
+
+    async def main() -> None:
+        async with LocalService(tmp_path, new_fleet=True) as service:
+            (front,) = await service.join("one")
+            front.state = replace(front.state, rival=rival)
+            await service.advance(5)
+
+    with caplog.at_level(logging.WARNING, "liveweights.coordinator"):
+        asyncio.run(main())
+    assert len([record for record in caplog.records if "copy" in record.getMessage()]) == warnings
+
+
 @pytest.mark.case("F14")
 def test_a_new_journal_is_a_warning_and_an_old_one_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> list[int]:

@@ -231,11 +231,12 @@ class Coordinator:
     def _say_copy(self, replica: str, status: FrontStatus) -> None:
         """Of two with one epoch the higher owner stops, and says so itself; this is the word of the other."""
         mine = (status.fleet, status.epoch) == (self.state.fleet, self.state.epoch)
-        if mine and status.owner > self._owner and status.owner not in self._copies:
-            self._copies.add(status.owner)
+        higher = {owner for owner in (status.owner, status.rival) if owner > self._owner} - self._copies
+        if mine and higher:
+            self._copies |= higher
             _log.warning(
-                "another coordinator, on a copy of this journal, has led %s with the same epoch %d: this one goes on;"
-                " give every coordinator a state folder of its own", replica, status.epoch,
+                "another coordinator, on a copy of this journal, has led %s with the same epoch %d, or asked to: this"
+                " one goes on; give every coordinator a state folder of its own", replica, status.epoch,
             )  # fmt: skip
 
     def on_started(self, started: Started) -> None:

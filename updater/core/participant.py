@@ -161,6 +161,7 @@ class FrontStatus:
     owner: str = ""  # whom it obeys in this epoch
     release: str = "0.1.0"  # which said neither this nor
     wire: int = 1  # the number of its messages
+    rival: str = ""  # another owner of the same epoch that led it, or asked to
     unclaimed: bool = False  # its coordinator does not know it: it serves on and obeys nothing until it is led
 
 

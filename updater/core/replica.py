@@ -70,6 +70,8 @@ def _asked(state: ReplicaState, event: Asked, now: float) -> Step:
     """Fencing, then idempotency, then the table."""
     problem = _fenced(state, event)
     if problem is not None:
+        if event.verb == "lead" and problem.code == "taken_over" and event.fence.epoch == state.epoch:
+            state = replace(state, rival=event.fence.owner)
         return state, (Refuse(event.verb, event.fence, (problem,)),)
     if event.verb not in steps.OPERATOR:
         state = replace(state, heard=now)

@@ -30,7 +30,9 @@ GIVEN_UP = (*STAGING_VERBS, "pause")
 def lead(state: ReplicaState, event: Asked, now: float) -> Step:
     """From here on this fleet, epoch and owner are obeyed, and no other. Nothing else changes."""
     fence = event.fence
-    led = replace(state, fleet=fence.fleet, epoch=fence.epoch, owner=fence.owner, unclaimed=False)
+    same = fence.epoch == state.epoch
+    rival = state.owner if same and state.owner != fence.owner else state.rival if same else ""
+    led = replace(state, fleet=fence.fleet, epoch=fence.epoch, owner=fence.owner, rival=rival, unclaimed=False)
     return led, (Answer(event.verb, fence, status(led, now)),)
 
 

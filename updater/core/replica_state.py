@@ -214,9 +214,9 @@ class Running:
 class ReplicaState:
     """The compare-and-set variable of a front.
 
-    `fleet`, `epoch`, `owner`: who is obeyed; only `lead` changes them. `unclaimed`: the coordinator does not know it.
-    `mark`: highest (epoch, serial, attempt) that was not refused.
-    `dead`: tombstone; (serial, attempt) up to it may never install.
+    `fleet`, `epoch`, `owner`: who is obeyed; only `lead` changes them. `rival`: the last other owner of this epoch that
+    led it or asked to. `unclaimed`: the coordinator does not know it. `mark`: highest (epoch, serial, attempt) that was
+    not refused. `dead`: tombstone; (serial, attempt) up to it may never install.
     `origin`: joining or open, where an ended pause leads back to. `key`: (serial, attempt) of the running pause or
     install. `reached`: how far `plan.fence.serial` got: "", planned, staged, voted. `answers`: first answers by
     (verb, epoch, serial, attempt). `resuming`: ranks are being let run. `old`: what served before the install.
@@ -231,6 +231,7 @@ class ReplicaState:
     fleet: str = ""
     epoch: int = 0
     owner: str = ""
+    rival: str = ""
     unclaimed: bool = False
     mark: tuple[int, int, int] = (0, 0, 0)
     dead: tuple[int, int] = (0, 0)
@@ -306,6 +307,7 @@ def status(
         released=state.released,
         ranks=state.ranks,
         owner=state.owner,
+        rival=state.rival,
         unclaimed=state.unclaimed,
         release=RELEASE,
         wire=WIRE,

@@ -77,6 +77,23 @@ def test_another_fleet_an_older_epoch_and_the_higher_of_two_owners_do_not_lead()
 
 
 @pytest.mark.case("F61")
+def test_a_front_says_which_other_owner_of_its_epoch_has_led_it_or_asked_to() -> None:
+    front = Front().join().lead(3)
+    front.ask("lead", FenceRequest(replace(front.fence(0, 0, 2), owner="z")))
+    assert (front.refused(), front.state.rival) == ("taken_over", "")  # of an older epoch
+    front.ask("lead", FenceRequest(replace(front.fence(0, 0, 4), owner="b")))
+    assert front.saw(Answer).reply.rival == ""
+    front.ask("lead", FenceRequest(replace(front.fence(0, 0, 4), owner="c")))
+    assert (front.refused(), front.state.rival) == ("taken_over", "c")
+    front.ask("lead", FenceRequest(replace(front.fence(0, 0, 4), owner="b")))
+    assert front.saw(Answer).reply.rival == "c"
+    front.ask("lead", FenceRequest(replace(front.fence(0, 0, 4), owner="a")))
+    assert front.saw(Answer).reply.rival == "b"
+    front.ask("lead", FenceRequest(replace(front.fence(0, 0, 5), owner="d")))
+    assert front.saw(Answer).reply.rival == ""
+
+
+@pytest.mark.case("F61")
 def test_a_front_that_knows_no_owner_of_its_epoch_obeys_the_first_that_leads() -> None:
     front = Front().join().lead(4)
     front.state = replace(front.state, owner="")
