@@ -96,6 +96,25 @@ def test_a_restarted_coordinator_knows_engine_model_and_ranks_after_its_first_pr
 
 
 @pytest.mark.case("F17")
+def test_a_description_that_did_not_come_is_asked_for_again_and_one_that_came_is_not(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with LocalService(tmp_path, new_fleet=True) as first:
+            one, two, silent = await first.join("one", "two", "three")
+            await first.crash()
+            one.lose_answer.append("describe")
+            silent.lose_call.extend(["status"] * 100)
+            before = [front.asked("describe") for front in (one, two, silent)]
+            async with LocalService(tmp_path, fleet=first.fleet, clock=first.clock) as second:
+                await second.advance(10)
+                shown = {name: each["engine"] for name, each in (await members(second)).items()}
+                assert shown == {"one": "simulated", "two": "simulated", "three": ""}
+                asked = [front.asked("describe") for front in (one, two, silent)]
+                assert [now - then for now, then in zip(asked, before, strict=True)] == [2, 1, 0]
+
+    asyncio.run(main())
+
+
+@pytest.mark.case("F17")
 @pytest.mark.parametrize("restarted", [False, True])
 def test_broken_is_not_quarantined_and_has_its_own_cure(tmp_path: Path, restarted: bool) -> None:
     async def main() -> None:

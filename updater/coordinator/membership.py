@@ -110,11 +110,9 @@ class Directory:
 
     async def _describe(self, contact: Contact, seconds: float) -> None:
         try:
-            answer = await contact.participant.call("describe", StatusRequest(), seconds)
+            contact.description = await contact.participant.call("describe", StatusRequest(), seconds)
         except (Refusal, Unreachable):
             return
-        if isinstance(answer, Description):
-            contact.description = answer
 
     async def ask_all(self, replicas: Iterable[str], seconds: float) -> dict[str, FrontStatus | None]:
         """All at once. What they say is kept, unless the replica acknowledged that it is open while it was asked: its

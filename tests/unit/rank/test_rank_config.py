@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from engine_adapter.base import EngineSpec
+from engine_adapter.rank.blank import blank_sources
 from engine_adapter.rank.hello import hello_of, running_document
 from engine_adapter.rank.messages import Hello, RankPlan, RankPlanReply
 from engine_adapter.rank.plan import make_plan
+from engine_adapter.rank.replay import Stop
 from engine_adapter.replica.config_check import check_config
 from engine_adapter.testing import build_toy
 from engine_adapter.testing.checkpoint import make_toy_checkpoint
@@ -60,6 +62,22 @@ def planned(engine: ToyEngine, path: Path, **changes: Any) -> RankPlanReply:
     plan = make_plan(engine, live, request, lambda *_: DiskSource.open(str(path), (str(path.parent),)))
     plan.close()
     return wire.decode(RankPlanReply, wire.encode(plan.reply))
+
+
+@pytest.mark.case("F05")
+def test_a_rank_that_looks_for_blank_tensors_can_be_stopped(engine: ToyEngine, start: Path) -> None:
+    live = {name: parameter.local for name, parameter in engine.parameters().items()}
+    request = RankPlan(1, DiskOffer(str(start)), (str(start.parent),), "")
+    plan = make_plan(engine, live, request, lambda *_: DiskSource.open(str(start), (str(start.parent),)))
+    try:
+        assert blank_sources(plan, live, live, Stop(lambda: False, 1.0, lambda: 0.0)) == ()
+        for stop, code in ((Stop(lambda: True, 1.0, lambda: 0.0), "client_abort"),
+                           (Stop(lambda: False, 1.0, lambda: 2.0), "phase_timeout")):  # fmt: skip
+            with pytest.raises(LiveweightsError) as caught:
+                blank_sources(plan, live, live, stop)
+            assert caught.value.code == code
+    finally:
+        plan.close()
 
 
 def checked(engine: ToyEngine, hello: Hello, path: Path, **policy: Any) -> tuple[tuple[str, ...], Compared]:
