@@ -6,8 +6,8 @@
 #   make vllm    tests against stock vLLM, CPU build, in an environment of its own; skipped where there is no such build
 #   make cases   the last result of each test that stands for a case of docs/bug-cases.md
 #   make bench   the benchmarks (writes bench-report.json)
-#   make soak    property tests with new examples, SOAK times (default 20); bad days with new seeds; every
-#                model against vLLM in both dtypes
+#   make soak    property tests with new examples, SOAK times (default 20); bad days with new seeds on all
+#                three engines; every model against vLLM in both dtypes
 #
 # torch: constraints.txt pins the plain release. Where pip takes it from the default index this is the CUDA build, several
 # gigabytes with its libraries; on a machine without a GPU install the CPU build of the same version into .venv first
@@ -118,7 +118,8 @@ soak: $(STAMP)
 	        --longest 30 || exit 1; done
 	@if $(MAKE) --no-print-directory $(VLLM_STAMP) > /dev/null 2>&1; then \
 	    export $(VLLM_CAPPED) && LIVEWEIGHTS_EXAMPLES=soak $(VLLM_PYTHON) -m pytest -m vllm tests/vllm_server/test_models.py -q \
-	    && $(VLLM_CAPPED) $(VLLM_PYTHON) -m tests.faults.bad_day --engine vllm --all --seed $$(date +%s) --rounds $(SOAK); \
+	    && $(VLLM_CAPPED) $(VLLM_PYTHON) -m tests.faults.bad_day --engine vllm --all --seed $$(date +%s) --rounds $(SOAK) \
+	        --longest 30; \
 	else echo "no vLLM here: its models and bad days are left out"; fi
 
 bench: $(STAMP)

@@ -1,4 +1,5 @@
 """What rounds came to, added up over runs: `docs/reliability.json` holds the numbers, `docs/reliability.md` the table.
+A run that had findings is given `mended` by hand: what they were, and what the same seeds came to afterwards.
 
 `python -m tests.faults.bad_day.results` writes the page anew from the numbers.
 """
@@ -132,6 +133,7 @@ def _runs(runs: Sequence[Mapping[str, Any]]) -> str:
         seeds = f"{first} to {first + rounds - 1}"
         told = (run["date"], run["release"], run["engine"], seeds, str(run["totals"]["faults"]))
         lines.append(f"| {' | '.join(told)} |")
+    lines += [f"\n{run['mended']}" for run in runs if "mended" in run]
     return "\n".join(lines)
 
 
