@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,15 @@ def test_what_vllm_makes_is_its_own(tmp_path: Path, name: str) -> None:
     assert of_vllm(tmp_path / name)
 
 
-def test_a_socket_named_by_a_uuid_is_vllms_and_a_file_is_not(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / UUID))
-        assert of_vllm(tmp_path / UUID)
-    (tmp_path / UUID).unlink()
-    (tmp_path / UUID).touch()
-    assert not of_vllm(tmp_path / UUID)
+def test_a_socket_named_by_a_uuid_is_vllms_and_a_file_is_not() -> None:
+    with tempfile.TemporaryDirectory() as short:  # an address of a socket has 107 bytes
+        path = Path(short) / UUID
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            assert of_vllm(path)
+        path.unlink()
+        path.touch()
+        assert not of_vllm(path)
 
 
 @pytest.mark.parametrize("name", ["liveweights-ranks-ab12", f"liveweights-{UUID}", "vllm_dist_x", "tmpab12cd34"])
