@@ -266,7 +266,7 @@ class RankWork:
         return combined, replies
 
     async def pause(self, request: PauseRequest, digest: str, aborted: int, requeued: int) -> PauseReply:
-        """Quiesce, stop every rank between two steps, and demand that they stand at the same one (hazards 4.15)."""
+        """Quiesce, stop every rank between two steps, and demand that they stand at the same one (hazard 15)."""
         began = time.monotonic()
         end = began + request.quiesce_s
         await self._gate.quiesce(request.in_flight, request.quiesce_s)

@@ -1,6 +1,6 @@
 """The rank processes of one replica, as the front sees them: start, call all, learn of deaths, stop.
 
-A rank's death is learned from the kernel (a pid descriptor), never from a collective that hangs (hazards 4.15).
+A rank's death is learned from the kernel (a pid descriptor), never from a collective that hangs (hazard 15).
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Kind(StrEnum):
 
 
 class FrontState(StrEnum):
-    """States of the replica table, design section 4."""
+    """States of the replica table, docs/state-machines.md."""
 
     JOINING = "joining"
     OPEN = "open"

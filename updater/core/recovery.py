@@ -1,4 +1,4 @@
-"""What a new coordinator does with an old one's journal and the fronts' reports (design section 4, "Recovery").
+"""What a new coordinator does with an old one's journal and the fronts' reports (docs/protocol.md, "Recovery").
 
 Nothing recorded: abort. `decided`: forward only if every participant reports that it installed exactly this, or if one
 already serves it; else revert. `reverted`: finish restoring. `published`: forward only. Whatever a catch-up left

@@ -1,4 +1,4 @@
-"""The replica machine: design section 4's replica table as data, and the interpreter that walks it.
+"""The replica machine: the replica table (docs/state-machines.md) as data, and the interpreter that walks it.
 
 `step(state, event, now)` is pure and total. The front keeps the state in one variable and replaces it whole before it
 performs an effect: that is the compare-and-set which keeps a lease timer from reopening a replica whose first rank

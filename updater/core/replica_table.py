@@ -1,4 +1,4 @@
-"""The replica table of the design as data. `replica.py` walks it, `diagram.py` draws it."""
+"""The replica table as data. `replica.py` walks it, `diagram.py` draws it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fleet table of the design as data. The interpreter in `flow.py` walks it; `diagram.py` draws it."""
+"""The fleet table as data. The interpreter in `flow.py` walks it; `diagram.py` draws it."""
 
 from __future__ import annotations
 
