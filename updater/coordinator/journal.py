@@ -2,7 +2,7 @@
 (`manifest_files`). It does not grow without end: `pruning` says what may go.
 
 Every write is one transaction that first checks the ownership row, so a coordinator that was frozen and wakes up
-after another took over cannot record anything (hazards: a file lock is not enough). After any error the journal is
+after another took over cannot record anything (hazard 12: a file lock is not enough). After any error the journal is
 closed for good: a read after a failed fsync proves nothing, so the process must stop and recover.
 """
 

@@ -9,7 +9,7 @@ from updater.core.replica_state import Work
 
 
 class Violation(AssertionError):
-    """A promise was broken. `invariant` is its number in the design, `I1` to `I9`."""
+    """A promise was broken. `invariant` is its number in docs/protocol.md, as `I3`."""
 
     def __init__(self, invariant: str, message: str) -> None:
         super().__init__(f"{invariant}: {message}")

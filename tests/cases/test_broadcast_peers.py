@@ -1,4 +1,4 @@
-"""Broadcast: the group, its buckets and its peers. What a push decides is in test_push.py."""
+"""Broadcast: the group, its buckets and its peers. What a push decides is in test_push_every_transport.py."""
 
 from __future__ import annotations
 
