@@ -106,6 +106,23 @@ def test_the_async_push_copies_before_it_returns(coordinator: FakeCoordinator, t
     assert torch.equal(load_file(tmp_path / "0-7" / "model.safetensors")["w"], torch.ones(4))
 
 
+@pytest.mark.case("B202")
+def test_pushes_inside_a_running_event_loop(coordinator: FakeCoordinator, tmp_path: Path) -> None:
+    """As in a notebook: the blocking call, one in a thread, the asynchronous one."""
+
+    def pushed(step: int) -> str:
+        return push(weights(), step, url=coordinator.url, token="", directory=tmp_path).outcome
+
+    async def notebook() -> list[str]:
+        first = pushed(1)
+        second = await asyncio.to_thread(pushed, 2)
+        third = await push_async(weights(), 3, url=coordinator.url, token="", directory=tmp_path)
+        return [first, second, third.outcome, pushed(4)]
+
+    assert asyncio.run(notebook()) == ["committed"] * 4
+    assert [body["version"] for body in coordinator.bodies] == [1, 2, 3, 4]
+
+
 def test_old_folders_go_after_the_push_but_never_what_is_needed(coordinator: FakeCoordinator, tmp_path: Path) -> None:
     coordinator.needed = [str(tmp_path / "0-1")]
     for step in range(1, 6):
