@@ -128,14 +128,14 @@ class Coordinator:
                 self._go_on(found)
 
     def _say_obstacles(self) -> None:
-        """Each once, until it is another one."""
+        """Log each obstacle once, until another one takes its place."""
         now = set(self.obstacles())
         for failure in sorted(now - self._said, key=lambda each: each.replica):
             _log.warning("%s does not serve: %s: %s; %s", failure.replica, failure.code, failure.message, failure.hint)
         self._said = now
 
     def _hold_changed(self, before: Failure | None) -> None:
-        """Said once: each replica that calls is another word for the same hold."""
+        """Log a hold once: each replica that calls repeats the same hold."""
         hold = self.state.hold
         if (hold.code if hold else "") == (before.code if before else ""):
             return
@@ -180,7 +180,7 @@ class Coordinator:
         return tasks
 
     def _abort_everything(self) -> None:
-        """What is past its decision does not listen. The ones that wait go first, or they would begin."""
+        """Updates past their decision ignore the abort. Those that wait are aborted first, or they would begin."""
         running = self.state.update
         for update in sorted(self.desk.running, key=lambda each: running is not None and each.serial == running.serial):
             if update.kind is not Kind.CATCH_UP:
@@ -192,7 +192,7 @@ class Coordinator:
 
     @property
     def stopped(self) -> Failure | None:
-        """Why it stopped by itself, or was closed."""
+        """Why the coordinator stopped by itself, or that it was closed."""
         return self._machine.stopped
 
     # -- what the machine tells (`machine.Owner`)
@@ -229,7 +229,9 @@ class Coordinator:
                 self.joins.obeyed(event.replica)
 
     def _say_copy(self, replica: str, status: FrontStatus) -> None:
-        """Of two with one epoch the higher owner stops, and says so itself; this is the word of the other."""
+        """Of two coordinators with one epoch, the one with the higher owner id stops, and logs that itself; the other
+        one logs this.
+        """
         mine = (status.fleet, status.epoch) == (self.state.fleet, self.state.epoch)
         higher = {owner for owner in (status.owner, status.rival) if owner > self._owner} - self._copies
         if mine and higher:
@@ -243,13 +245,13 @@ class Coordinator:
         self.desk.started(started)
 
     def on_finished(self, finish: Finish, before: FleetState) -> None:
-        """What ended it may have removed a member: its receipt still names that one."""
+        """The event that ended the update may have removed a member: the receipt still names that member."""
         known = {(member.replica, member.incarnation): member for member in (*before.members, *self.state.members)}
         facts = finish.result.members
         self.desk.finished(finish, {fact.replica: self._view(known[fact.replica, fact.incarnation]) for fact in facts})
 
     def on_admitted(self, replica: str) -> None:
-        """It serves what is live: shown at once, not only after the next probe."""
+        """The replica serves what is live: shown at once, not only after the next probe."""
         live = self.state.live
         if live is not None:
             self._directory.now_serves(replica, str(live.label.version), live.label.digest)

@@ -68,7 +68,7 @@ class Desk:
             return self._begin(asked)
 
     def _same_dtypes(self, fingerprint: str) -> None:
-        """What the trainer rounded by is what the participants of now hold."""
+        """Check that the dtypes by which the trainer rounded are those that the participants hold now."""
         try:
             now = self._dtypes().fingerprint
         except LiveweightsError as error:
@@ -83,7 +83,7 @@ class Desk:
 
     @contextmanager
     def _counted(self, kind: Kind) -> Iterator[None]:
-        """What is refused at the door shows in the metrics and says what is live."""
+        """Count an error that is raised before an update begins, and fill in what is live."""
         try:
             yield
         except LiveweightsError as error:
@@ -152,7 +152,7 @@ class Desk:
     # -- while it runs
 
     def find(self, update_id: str) -> Update:
-        """One that runs, waits or ended. Raises `not_found`."""
+        """An update that runs, waits or ended. Raises `not_found`."""
         running = self._running.get(update_id)
         if running is not None:
             return running
@@ -238,7 +238,7 @@ class Desk:
     # -- what the machine reports
 
     def moved(self, before: FleetState, after: FleetState) -> None:
-        """Clocks and watchers follow the phase of the running update."""
+        """Tell the timeline and the watchers the phase of the running update."""
         if after.update is None:
             return
         update = self._by_serial(after.update.serial)
@@ -259,7 +259,7 @@ class Desk:
         self._journal.put_facts(update.id, wire.encode(update.facts).decode())
 
     def _show(self, update: Update) -> None:
-        """The pause is no time to describe what no client watches."""
+        """Show the update's state to its watchers. Nothing is made within the pause if no client watches."""
         if update.watchers:
             update.tell("phase", self.view(update).model_dump(mode="json"))
 
@@ -340,7 +340,7 @@ class Desk:
             self._prune()
 
     def stop(self, failure: Failure) -> None:
-        """All clients that wait hear that no more will be known."""
+        """End the wait of every client: this coordinator will know no more of its updates."""
         self.closed = failure
         for update in self._running.values():
             update.end(None)
@@ -352,11 +352,11 @@ class Desk:
 
     @property
     def running(self) -> tuple[Update, ...]:
-        """Running and waiting."""
+        """The updates that run or wait."""
         return tuple(self._running.values())
 
     def history(self, limit: int) -> list[Receipt]:
-        """Newest first."""
+        """Receipts of the past, newest first."""
         with self._machine.journaled():
             requests = self._journal.requests(limit=limit)
         return [Receipt.model_validate(json.loads(each.receipt)) for each in requests if each.receipt is not None]
@@ -367,7 +367,9 @@ class Desk:
             raise self.error(failure)
 
     def _denied(self, answer: Denied) -> LiveweightsError:
-        """With the id of the update in the way, so that the caller can watch or abort it (B144)."""
+        """The error of a refusal, with the id of the update in the way, so that the caller can watch or abort it
+        (B144).
+        """
         error = self.error(*answer.failures)
         if not answer.active:
             return error
@@ -385,7 +387,7 @@ def _request(update: Update) -> Request:
 
 
 def _facts(request: Request) -> Facts:
-    """Raises JournalFailed for what cannot be read."""
+    """The journaled facts of an update. Raises JournalFailed if they cannot be read."""
     if request.facts is None:
         return Facts()
     try:

@@ -102,7 +102,7 @@ class Joins:
         self._obeys.pop(replica, None)
 
     def obeyed(self, replica: str) -> None:
-        """The first word was acknowledged."""
+        """`replica` acknowledged `lead`."""
         said = self._obeys.get(replica)
         if said is not None:
             said.set()

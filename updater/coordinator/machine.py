@@ -193,7 +193,7 @@ class Machine:
             self._deadline = None
 
     def stop(self, failure: Failure) -> None:
-        """Nothing happens any more, whatever comes. Pause leases reopen what has not installed."""
+        """Perform nothing more, whatever event comes. Pause leases reopen what has not installed."""
         if self.stopped is not None:
             return
         self.stopped = failure

@@ -43,7 +43,7 @@ class ManifestFiles:
             os.close(folder)
 
     def keep(self, text: str) -> str:
-        """Its name. Asked again for the last one, it neither hashes nor writes."""
+        """Keep a manifest and return its name. Called again with the last manifest, it neither hashes nor writes."""
         if text != self._kept[0]:
             digest = hashlib.sha256(text.encode()).hexdigest()
             self.put(digest, text)

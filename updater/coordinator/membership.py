@@ -66,7 +66,7 @@ class Directory:
             contact.missed = 0
 
     def missed(self, replica: str) -> int:
-        """One more try without an answer; how many in a row that makes."""
+        """Count one more try without an answer; returns how many there were in a row."""
         contact = self._contacts.get(replica)
         if contact is None:
             return 0
@@ -76,7 +76,7 @@ class Directory:
     # -- what fronts say
 
     def now_serves(self, replica: str, version: str, digest: str) -> None:
-        """It acknowledged that it is open: shown at once, not only after the next probe."""
+        """The replica acknowledged that it is open: shown at once, not only after the next probe."""
         contact = self._contacts.get(replica)
         if contact is not None and contact.status is not None:
             contact.acknowledged += 1
@@ -85,7 +85,9 @@ class Directory:
             )
 
     def settled(self, member: Member, version: str, digest: str) -> None:
-        """An update ended and it acknowledged that it serves: what it said in the middle of it is old news."""
+        """An update ended and the replica acknowledged that it serves: forget the status that it sent in the middle of
+        it.
+        """
         contact = self._contacts.get(member.replica)
         if contact is None or contact.status is None or contact.status.incarnation != member.incarnation:
             return
@@ -161,7 +163,7 @@ class Directory:
 
 
 class Probe:
-    """Asks every member for its status, for ever, so that a dead replica is noticed without an update."""
+    """Asks every member for its status at an interval, so that a dead replica is noticed without an update."""
 
     def __init__(
         self,
@@ -185,7 +187,9 @@ class Probe:
                 _log.error("a probe failed: %s: %s", type(error).__name__, error)
 
     async def once(self) -> None:
-        """One round. A member that came back counts again; one that missed too many in a row is lost."""
+        """One round over all members. A member that answers again counts again; one that missed too many rounds in a
+        row is lost.
+        """
         asked = {member.replica: member.incarnation for member in self._members()}
         answers = await self._directory.ask_all(asked, self._deadlines.status_s)
         await self._directory.describe_all(asked, self._deadlines.status_s)

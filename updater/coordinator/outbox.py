@@ -53,7 +53,7 @@ class Outbox:
             self.forget(replica)
 
     async def close(self) -> None:
-        """The same; on return no task is left."""
+        """Stop trying everything; on return no task is left."""
         self.drop()
         await asyncio.gather(*self._dropped, return_exceptions=True)
 

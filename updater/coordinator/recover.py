@@ -61,13 +61,13 @@ class Recovery:
         self._older = False
 
     async def run(self) -> Found:
-        """From what the journal knows."""
+        """Recover from the journal and from what the members report."""
         # Claimed first: the coordinator before appends nothing after what is read here.
         epoch = self._journal.claim(self._owner)
         return await self._find(epoch - 1)
 
     async def again(self) -> Found:
-        """For a coordinator that could lead no member: its members may say something else by now."""
+        """Try again where no member could be led: its members may report another state by now."""
         return await self._find(self._journal.epoch())
 
     async def _find(self, known_epoch: int) -> Found:

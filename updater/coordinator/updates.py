@@ -99,7 +99,7 @@ class Update:
         )
 
     def tell(self, name: str, data: dict[str, Any]) -> None:
-        """An event for all watchers. One that does not keep up is let go."""
+        """Queue an event for all watchers. A watcher whose queue is full is dropped."""
         for watcher in list(self.watchers):
             if watcher.qsize() >= WATCH_LIMIT:
                 self.watchers.discard(watcher)
@@ -108,7 +108,7 @@ class Update:
                 watcher.put_nowait((name, data))
 
     def end(self, receipt: Receipt | None) -> None:
-        """The last word: the receipt, or None when the coordinator stops."""
+        """End all watchers with the receipt, or with None when the coordinator stops."""
         self.receipt = receipt
         if self.lease is not None:
             self.lease.cancel()

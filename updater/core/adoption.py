@@ -14,7 +14,7 @@ from updater.core.state import FleetState
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """Which fleet, and the epoch to lead it with. With `refusal` set: nothing may be said to its fronts."""
+    """Which fleet, and the epoch to lead it with. If `refusal` is set, nothing may be sent to its fronts."""
 
     fleet: str = ""
     epoch: int = 0
@@ -22,7 +22,9 @@ class Adoption:
 
 
 def may_adopt(journal: Journal, reports: Reports) -> Adoption:
-    """`reports`: of the fronts that an operator named. Silent ones may be adopted too: they are lost, and block."""
+    """`reports`: status of each front that an operator named. A silent front may be adopted too: it is `lost`, and
+    blocks.
+    """
     answered = [report for report in reports.values() if report is not None]
     fleets = sorted({report.fleet for report in answered if report.fleet})
     if len(fleets) != 1:
@@ -51,6 +53,8 @@ def adopt(adoption: Adoption, journal: Journal, reports: Reports, *, owner: str 
 
 
 def _proofs(reports: Sequence[FrontStatus]) -> list[FrontStatus]:
-    """Who says what the fleet serves: those that serve or were shut as orphans; if there are none, who had served."""
+    """The fronts that prove what the fleet serves: those that serve or were shut as orphans; if there are none, those
+    that had served.
+    """
     serving = [report for report in reports if report.state in (FrontState.OPEN, FrontState.ORPHANED)]
     return serving or [report for report in reports if report.fleet and report.state is FrontState.JOINING]

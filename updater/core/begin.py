@@ -32,7 +32,7 @@ QUEUE_LIMIT = 16
 
 
 def begin(state: FleetState, event: Begin) -> Moved:
-    """A client's begin. While a coordinator with history listens, it waits."""
+    """A client's begin. While a coordinator with history still listens for fronts, the begin waits in the queue."""
     if state.phase is Phase.IDLE and not state.starting and not (state.listening and state.live is not None):
         failures = refusals(state, event)
         return (state, (Denied(failures),)) if failures else start(state, event)
@@ -76,7 +76,7 @@ def _begin_later(state: FleetState, event: Begin) -> Moved:
 
 
 def refusals(state: FleetState, event: Begin) -> tuple[Failure, ...]:
-    """Why this cannot begin now, or ()."""
+    """The failures for which this update cannot begin now; empty if it can."""
     if state.hold is not None:
         return (state.hold,)
     unsupported = conflict(event.policy)
@@ -95,7 +95,9 @@ def refusals(state: FleetState, event: Begin) -> tuple[Failure, ...]:
 
 
 def candidates(state: FleetState, kind: Kind) -> tuple[Member, ...]:
-    """Who takes part: serving members, and for an update also who is joining. Who is not led yet hears nothing."""
+    """The members that take part: those that serve, and for an update also those that join. Members that are not led
+    yet are left out.
+    """
     standings = (Standing.OK,) if kind is Kind.ROLLBACK else (Standing.OK, Standing.JOINING)
     return tuple(member for member in state.members if member.standing in standings and not member.unled)
 
@@ -165,7 +167,7 @@ def _rollback_problem(state: FleetState, event: Begin) -> Failure | None:
 
 
 def start(state: FleetState, event: Begin) -> Moved:
-    """Begin a checked update: it has a serial and its members are frozen from here on."""
+    """Begin a checked update: it gets its serial, and its members are frozen."""
     target = state.rollback_to if event.kind is Kind.ROLLBACK else None
     members = candidates(state, event.kind)
     update = Transaction(
@@ -229,11 +231,11 @@ def _next_in_queue(state: FleetState) -> Moved:
     if failures:
         return state, (never_began(state, event, Outcome.REJECTED, failures),)
     after, effects = start(state, event)
-    return after, effects[1:]  # it was accepted when it was queued
+    return after, effects[1:]  # the client heard `Accepted` when the update was queued
 
 
 def never_began(state: FleetState, event: Begin, outcome: Outcome, failures: tuple[Failure, ...]) -> Finish:
-    """The end of an update that waited in vain."""
+    """End an update that waited in the queue and cannot begin any more."""
     version = None if event.kind is Kind.ROLLBACK else wanted_version(state, event)
     return Finish(
         Result(
@@ -313,7 +315,7 @@ def _publish_start(state: FleetState, member: Member) -> Moved:
 
 
 def start_published(state: FleetState) -> FleetState:
-    """`start` is durable. The first that joined may be gone by now; its observed bytes stay the fleet's."""
+    """The record of `start` is durable. The replica that joined first may be gone; the fleet keeps its digest."""
     if state.starting is None:
         raise LookupError("no publication of start is under way")
     label = Label(state.starting.version, state.starting.digest)

@@ -29,7 +29,7 @@ SERVES = (FrontState.OPEN, FrontState.CLOSING, FrontState.PAUSED, FrontState.INS
 
 
 def led(state: FleetState, event: Replied) -> Moved:
-    """It obeys this epoch from now on, and says what it is."""
+    """The member obeys this epoch from now on, and its reply says what state it is in."""
     member = _asked_to_obey(state, event)
     if member is None or not member.unled:
         return state, ()
@@ -46,13 +46,13 @@ def led(state: FleetState, event: Replied) -> Moved:
 
 
 def not_led(state: FleetState, event: Refused) -> Moved:
-    """It obeys another one. Who was obeyed before knows by that that the fleet was taken over."""
+    """The member obeys another coordinator. If it obeyed this one before, the fleet was taken over."""
     member = _asked_to_obey(state, event)
     if member is None or not member.unled:
         return state, ()
     if event.failures[0].code == "taken_over":
         return _another_leads(state, event.failures[0].at(replica=event.replica))
-    return state, ()  # it is asked again when it is seen
+    return state, ()  # the member is asked again when its next status arrives
 
 
 def _asked_to_obey(state: FleetState, event: Replied | Refused) -> Member | None:
@@ -64,7 +64,7 @@ def _asked_to_obey(state: FleetState, event: Replied | Refused) -> Member | None
 
 
 def seen(state: FleetState, event: Seen) -> Moved:
-    """A status poll: whom the member obeys comes first, then what it is."""
+    """A status poll: first compare whom the member obeys, then take over its state."""
     member, status = state.member(event.replica), event.status
     if member is not None and not member.incarnation:
         # Adopted while it was silent: this is its first word to us.
@@ -83,7 +83,9 @@ def seen(state: FleetState, event: Seen) -> Moved:
 
 
 def _another_leads(state: FleetState, failure: Failure) -> Moved:
-    """A higher epoch of this fleet. Who was obeyed in this life was taken over and stops; else the journal is old."""
+    """A higher epoch of this fleet leads the member. A coordinator that was obeyed in this life was taken over and
+    stops; otherwise its journal is old.
+    """
     if any(not member.unled for member in state.members):
         message = f"another coordinator leads this fleet: {failure.replica} {failure.message}"
         taken = Failure("taken_over", message, replica=failure.replica, hint="send updates to the other coordinator")

@@ -23,7 +23,7 @@ __all__ = ["FleetState", "Member", "Phase", "Published", "Standing", "Transactio
 
 
 def step(state: FleetState, event: events.Event) -> tuple[FleetState, tuple[Effect, ...]]:
-    """What follows from `event`."""
+    """The next state and the effects that `event` asks for."""
     if state.phase is Phase.STOPPED:
         stopped = Failure("journal_failed", "this coordinator has stopped")
         return state, ((Denied((stopped,)),) if isinstance(event, events.ClientEvent) else ())
@@ -38,7 +38,9 @@ def step(state: FleetState, event: events.Event) -> tuple[FleetState, tuple[Effe
 
 
 def _seal(state: FleetState, event: events.Seal) -> Moved:
-    """The stream is complete. Disk offers have none: nothing to do, but too late is too late."""
+    """The stream is complete. Nothing is to be done for a disk offer, which has no stream; a seal that is too late is
+    denied all the same.
+    """
     if not begin.owner(state, event.update):
         return state, (_not_running(state, event.update),)
     if TABLE[state.phase].undo is None:
@@ -84,7 +86,7 @@ def _abort(state: FleetState, event: events.AbortRequested) -> Moved:
 
 
 def _lease_expired(state: FleetState, event: events.LeaseExpired) -> Moved:
-    """The update is lost to its client, unless commit was accepted: then the coordinator's deadlines rule."""
+    """The client lost the update, unless its commit was accepted: then the coordinator's deadlines hold."""
     waiting = _unqueue(state, event.update, "lease_expired")
     if waiting is not None:
         return waiting

@@ -99,7 +99,7 @@ def begin_round(state: FleetState) -> Moved:
 
 
 def _not_heard(state: FleetState, replica: str) -> tuple[Failure, ...]:
-    """Of a member that was lost before it was asked: said, unless the update says already what became of it."""
+    """The failure of a member that was lost before it was asked; none if the update records one already."""
     if any(failure.replica == replica for failure in current(state).failures):
         return ()
     return (Failure("replica_lost", "it does not answer", replica=replica),)
@@ -111,7 +111,7 @@ def _out_of_reach(state: FleetState, member: Member) -> bool:
 
 
 def enter_ready(state: FleetState) -> Moved:
-    """READY: on to the pause, or wait for the client or for the back-off."""
+    """READY: go on to the pause, or wait for the client's commit or for the back-off to end."""
     update = current(state)
     if update.attempt > 0:
         state = replace(state, update=replace(update, backing_off=True))
@@ -183,7 +183,7 @@ def proceed(state: FleetState) -> Moved:
 
 
 def after_reopening(update: Transaction) -> Phase:
-    """Where the row that led to REOPENING says."""
+    """Go where the table row that led to REOPENING says."""
     if update.end is Outcome.ROLLED_BACK:
         return Phase.IDLE
     return Phase.READY if update.retry else Phase.DISCARDING
@@ -225,7 +225,7 @@ def _serves(state: FleetState, replica: str) -> Moved:
 
 
 def back_on_old(state: FleetState, replica: str) -> FleetState:
-    """It answered: a serving member serves the old version, a joiner is joining again."""
+    """`replica` acknowledged the reopening: it serves the old version, or it is joining again if it was a joiner."""
     member = _member(state, replica)
     standing = Standing.OK if member.admitted else Standing.JOINING
     return state.with_member(replace(member, standing=standing, owed=None))
@@ -269,7 +269,7 @@ def _outcome(phase: Phase, target: Phase, update: Transaction) -> Outcome:
 
 
 def _asked_for(update: Transaction) -> bool:
-    """Whether a client wanted this end. A member that uses such a word speaks of its own work, and is named."""
+    """Whether a client asked for this end. If a member uses the same code, it speaks of its own work, and is named."""
     return any(failure.code in CLIENT_REASONS and not failure.replica for failure in update.failures)
 
 
@@ -294,7 +294,7 @@ def drop_out(state: FleetState, replica: str, failures: tuple[Failure, ...], *, 
 
 
 def _set_aside(state: FleetState, replica: str, failures: tuple[Failure, ...], *, answered: bool) -> FleetState:
-    """Marked and not waited for: it owes its acknowledgement from here on."""
+    """Mark the member and wait for it no longer: it owes its acknowledgement from here on."""
     update, row = current(state), TABLE[state.phase]
     state = state.with_member(_marked(state, row, _member(state, replica), failures, answered))
     if update.retry:  # the next attempt would need it

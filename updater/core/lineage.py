@@ -85,7 +85,9 @@ def survey(fleet: str, journal: Journal, reports: Reports) -> Survey:
 
 
 def held(state: FleetState, journal: Journal, hold: Failure) -> FleetState:
-    """No member is led, told or believed; the members are known by name."""
+    """State of a coordinator that holds: it leads no member, sends nothing and trusts no report; it knows the members'
+    ids.
+    """
     members = tuple(
         Member(known.replica, known.incarnation, Standing.LOST, "", url=known.url, config_hash=known.config_hash,
                unled=True)

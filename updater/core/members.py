@@ -103,7 +103,7 @@ def _join_problem(state: FleetState, known: Member | None, event: Joined) -> Fai
 
 
 def _config_problems(state: FleetState, event: Joined) -> tuple[Failure, ...]:
-    """Replicas of one fleet run on one config. A hash of another definition says nothing of it."""
+    """Replicas of one fleet run on one config. A hash of another definition cannot be compared."""
     if event.differs is not None:
         return event.differs
     replica, mine = event.description.status.replica, event.description.config_hash
@@ -131,7 +131,7 @@ def _newcomer(state: FleetState, description: Description) -> Member:
 
 
 def obeys(state: FleetState, status: FrontStatus) -> bool:
-    """Whether it has heard the first word of this coordinator's life."""
+    """Whether the member has acknowledged `lead` of this coordinator's life."""
     return (status.fleet, status.epoch, status.owner) == (state.fleet, state.epoch, state.owner)
 
 
@@ -193,8 +193,8 @@ def broken(state: FleetState, replica: str, failure: Failure) -> Moved:
 
 
 def seen(state: FleetState, member: Member, status: FrontStatus) -> Moved:
-    """What a member says of itself. A late word may be old news: it clears silence only where nothing is owed, and says
-    nothing of an installation whose end the member has acknowledged.
+    """A member's status. It may arrive late: it ends the member's silence only if the member owes nothing, and is not
+    used for an installation whose end the member has acknowledged.
     """
     foreign = mismatch(status)
     if foreign is not None:
@@ -288,21 +288,21 @@ def tidy_anew(state: FleetState, member: Member) -> Moved:
 
 
 def _tidy(state: FleetState, member: Member, fence: Fence) -> Moved:
-    """It was out of reach for a while, and may still hold staging of an update that ended meanwhile (I6)."""
+    """The member was out of reach for a while, and may still hold staging of an update that ended meanwhile (I6)."""
     send = Send(member.replica, "discard", DiscardRequest(fence))
     return state.with_member(replace(member, owed=send)), (send,)
 
 
 def _reopen_restored(state: FleetState, member: Member, fence: Fence) -> Moved:
-    """It took its installation back at last: it may reopen, and owes the acknowledgement of that."""
+    """The member took its installation back at last: it may reopen, and owes the acknowledgement of that."""
     label = live(state)
     send = Send(member.replica, "resume", ResumeRequest(fence, False, str(label.version), label.digest))
     return state.with_member(replace(member, standing=Standing.LOST, owed=send)), (send,)
 
 
 def unpaid(state: FleetState, member: Member, event: Refused) -> Moved:
-    """It refused what it owed. A refused join leaves it joining; anything else is asked again when it is seen, unless
-    it is broken.
+    """The member refused what it owed. A refused join leaves it joining; anything else is asked again when it is seen,
+    unless it is broken.
     """
     if event.verb == "join":
         label = live(state)

@@ -304,7 +304,7 @@ class Compared:
     quantisation: Held = "none"
 
     def both(self, other: Compared) -> Compared:
-        """What holds of two engines."""
+        """The capabilities that two engines have in common."""
 
         def held(mine: Held, theirs: Held) -> Held:
             return mine if mine == theirs else "none"

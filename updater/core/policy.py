@@ -67,7 +67,7 @@ class SourceLayout(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Defaults as in the public API. Deadlines in seconds."""
+    """What a client chose for one update; the defaults are those of the public API. Times in seconds."""
 
     in_flight: InFlight = InFlight.DRAIN
     cache: CachePolicy = CachePolicy.RESET

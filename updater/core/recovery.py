@@ -104,7 +104,7 @@ def _without_history(state: FleetState, journal: Journal, reports: Reports) -> F
 
 
 def _follow(state: FleetState, journal: Journal, reports: Reports) -> Recovery:
-    """What all that serve hold is live, and made durable as that."""
+    """The version that all serving members hold becomes `live`, and is recorded as published."""
     serving = [report for report in reports.values() if report is not None and report.state is FrontState.OPEN]
     return published(state, journal, reports, serving[0])
 
@@ -166,7 +166,7 @@ def _member(state: FleetState, known: KnownMember, report: FrontStatus | None, p
 
 
 def _admitted(state: FleetState, known: KnownMember, report: FrontStatus, published: bool) -> bool:
-    """Whether it served before: by the journal, or because it holds or held what is live."""
+    """Whether the member served before: the journal says so, or its spare or live bytes are the live version."""
     if report.state in SHUT_JOINING:
         return False
     if report.state is FrontState.OPEN:
@@ -223,7 +223,7 @@ def _owed_by_silent(state: FleetState, last: Record, reports: Reports) -> Moved:
         send = phase_request(asking, _transaction(last), member)
         standing = Standing.LOST if last.kind is RecordKind.PUBLISHED else Standing.QUARANTINED
         state = state.with_member(replace(member, owed=send, standing=standing))
-        effects = (*effects, first_word(state, member))  # what it owes follows
+        effects = (*effects, first_word(state, member))  # the message that it owes an answer to follows
     return state, effects
 
 
@@ -253,7 +253,7 @@ def _has_installed(last: Record, report: FrontStatus) -> bool:
 
 
 def _stuck(last: Record, report: FrontStatus) -> bool:
-    """Shut by the update of the last record, not by a later one."""
+    """Whether the update of the last record shut this member, and not a later one."""
     if last.kind is RecordKind.PUBLISHED:
         return _has_installed(last, report)
     return report.state in (*SHUT_INSTALLED, *PAUSED) and (report.serial, report.attempt) == (last.serial, last.attempt)
@@ -299,7 +299,7 @@ def _transaction(last: Record) -> Transaction:
 
 
 def _leftover(state: FleetState, kind: Kind, reports: Sequence[FrontStatus]) -> Transaction:
-    """A transaction that only cleans up. Its fence is later than whatever left the mess."""
+    """A transaction that only cleans up. Its fence is later than that of every update which left something behind."""
     return Transaction(
         update="",
         body_hash="",

@@ -37,8 +37,8 @@ def lead(state: ReplicaState, event: Asked, now: float) -> Step:
 
 
 def removed(state: ReplicaState, event: Told, now: float) -> Step:
-    """Its fleet goes on without it, so it may not serve. While ranks install or go back it is shut anyway, and hears
-    of it again.
+    """The fleet goes on without this replica, so it may not serve. While ranks install or go back it is shut anyway,
+    and hears of it again.
     """
     if any(work.verb not in GIVEN_UP for work in state.running):
         return state, ()
@@ -68,7 +68,9 @@ def joined(state: ReplicaState, event: Done, now: float) -> Step:
 
 
 def release(state: ReplicaState, event: Asked, now: float) -> Step:
-    """By hand. There is one thing that it can serve: what was live before anything that was never published."""
+    """An operator opens the orphan by hand. It can serve one version: the one that was live before any unpublished
+    install.
+    """
     request: ReleaseRequest = event.request
     only = ReleaseTo.LIVE if state.old is None else ReleaseTo.PREVIOUS
     if state.running or request.to is not only:
@@ -83,7 +85,7 @@ def released(state: ReplicaState, event: Done, now: float) -> Step:
 
 
 def not_proven(state: ReplicaState, event: Failed, now: float) -> Step:
-    """Its bytes are in doubt."""
+    """The ranks' bytes could not be proved: quarantined."""
     after, refusals = failed(state, event, now)
     failure = event.failures[0]
     return replace(after, state=FrontState.QUARANTINED, failure=failure), (ShutDown(failure), *refusals)

@@ -49,7 +49,7 @@ def install_failed(state: ReplicaState, event: Failed, now: float) -> Step:
 
 
 def acknowledge_same(state: ReplicaState, event: Asked, now: float) -> Step:
-    """It is done already, also if another life of the coordinator asked for it."""
+    """The verb was performed already, also if another life of the coordinator asked for it."""
     if state.resuming or state.key != (event.fence.serial, event.fence.attempt):
         return state, refuse(event, "wrong_phase", "another attempt is installed")
     return state, ack(event)
@@ -104,7 +104,7 @@ def published(state: ReplicaState, event: Done, now: float) -> Step:
 
 
 def resume_failed(state: ReplicaState, event: Failed, now: float) -> Step:
-    """Stays shut on the new version; the coordinator asks again for ever."""
+    """The replica stays shut on the new version; the coordinator sends `resume` again until it is acknowledged."""
     state, refusals = failed(state, event, now)
     return replace(state, resuming=False), refusals
 
@@ -129,7 +129,7 @@ def resume_joining(state: ReplicaState, event: Asked, now: float) -> Step:
 
 
 def restore(state: ReplicaState, event: Asked, now: float) -> Step:
-    """Waits until ranks have stopped. A published version is never undone (I3)."""
+    """Restore the old version, once the ranks have stopped. A published version is never undone (I3)."""
     if state.resuming:
         return state, refuse(event, "wrong_phase", f"{state.live.version} is published")
     if state.postponed is not None:
@@ -176,7 +176,9 @@ def restore_failed(state: ReplicaState, event: Failed, now: float) -> Step:
 
 
 def restore_nothing(state: ReplicaState, event: Asked, now: float) -> Step:
-    """It never installed this attempt and now never will, unless an operator made it serve just that."""
+    """The replica never installed this attempt, and the tombstone keeps it from doing so, unless an operator made it
+    serve just that.
+    """
     note = state.released
     if note is not None and (note.to, note.serial) == (ReleaseTo.LIVE, event.fence.serial):
         return state, refuse(event, "wrong_phase", f"was released by hand to serve {note.version}")

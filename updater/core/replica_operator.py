@@ -41,7 +41,7 @@ from updater.core.replica_steps import begin, bury, drop_work, failed, finish, r
 
 
 def rank_died(state: ReplicaState, event: RankDied, now: float) -> Step:
-    """Shut, and only a restart helps."""
+    """A rank process is gone: the replica is `broken`, shut, and only a restart helps."""
     return _out_of_service(state, FrontState.BROKEN, event.failure)
 
 
@@ -118,7 +118,7 @@ def kept(state: ReplicaState) -> Spare:
 
 
 def readmit_failed(state: ReplicaState, event: Failed, now: float) -> Step:
-    """Stays shut, and says what was found last."""
+    """The replica stays shut, with what the audit found last as its failure."""
     after, refusals = failed(state, event, now)
     failure = event.failures[0]
     told = () if state.state is FrontState.QUARANTINED else (ShutDown(failure),)
@@ -139,7 +139,9 @@ def release(state: ReplicaState, event: Asked, now: float) -> Step:
 
 
 def released(state: ReplicaState, event: Done, now: float) -> Step:
-    """Serves what the operator chose (I1 is in his hands now), and says so until a coordinator has published since."""
+    """The replica serves the version that the operator chose, who answers for I1 now; `status` shows it as released
+    until a coordinator has published since.
+    """
     request: ReleaseRequest = state.running[0].request
     after, answers = finish(state, event)
     if request.to is ReleaseTo.PREVIOUS:

@@ -52,7 +52,7 @@ def quiesced(state: ReplicaState, event: Done, now: float) -> Step:
 
 
 def pause_again(state: ReplicaState, event: Asked, now: float) -> Step:
-    """A later attempt finds it paused already."""
+    """A pause of a later attempt, while the replica is paused already."""
     request: PauseRequest = event.request
     if state.resuming or state.pause_reply is None or not reached(state, event, "voted"):
         return state, refuse(event, "wrong_phase", "is reopening, or holds nothing that was voted for")
@@ -67,7 +67,7 @@ def pause_again(state: ReplicaState, event: Asked, now: float) -> Step:
 
 
 def lease_ends(state: ReplicaState, event: LeaseTimer, now: float) -> Step:
-    """Hears nothing and has not installed: reopen on the old version, and never install this attempt (I9)."""
+    """No message came and nothing is installed: reopen on the old version, and never install this attempt (I9)."""
     fence = Fence(state.fleet, state.epoch, *state.key, state.incarnation, state.owner)
     return reopen(bury(state, fence), fence, ())
 
@@ -106,7 +106,7 @@ def reopened(state: ReplicaState, event: Done, now: float) -> Step:
 
 
 def reopen_failed(state: ReplicaState, event: Failed, now: float) -> Step:
-    """Stays shut, with a new lease to try again; the tombstone stands."""
+    """The replica stays shut, with a new lease after which it tries again; the tombstone stays."""
     refused = state.postponed
     state, refusals = failed(state, event, now)
     end = now + state.lease_s
