@@ -82,6 +82,7 @@ def test_only_a_stream_leaves_somebody_behind() -> None:
 def test_another_release_is_not_spoken_to_and_blocks_publication() -> None:
     assert mismatch(OURS) is None
     assert mismatch(replace(OURS, wire=WIRE + 1)) is not None
+    assert mismatch(replace(OURS, release=f"{RELEASE}.1")) is not None
     state, effects = step(fleet(member(Standing.LOST, unled=True)), Seen("a", OLD))
     assert effects == ()
     begin = Begin("u", "", step=1, offer=DiskOffer("/x"))
