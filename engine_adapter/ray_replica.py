@@ -19,10 +19,11 @@ import ray
 
 from engine_adapter.replica.launch import FrontSettings, Replica
 from engine_adapter.replica.life import Membership
-from updater import http, in_process
+from updater import in_process
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.core.participant import MESSAGES, FrontState
 from updater.in_process import LoopThread
+from updater.problems import problem_body
 from updater.ray_calls import NAMESPACE, Address, AsyncActorTransport, Handle, address_of
 
 CONTROL, GENERATE = "control", "generate"
@@ -91,7 +92,7 @@ class ReplicaActor:
         """Any other route of the replica, as `{"status", "text"}`. Completions have methods of their own."""
         if target.startswith("/v1/completions"):
             error = refuse("bad_request", "completions are asked for by `completions` or `stream`")
-            return {"status": error.status, "text": json.dumps(http.problem_body(error))}
+            return {"status": error.status, "text": json.dumps(problem_body(error))}
         return await self._face.ask(method, target, text)
 
     # -- about it: anybody may wait here, so it takes no room from control
@@ -103,7 +104,7 @@ class ReplicaActor:
         if self._replica.joined.is_set():
             return await self._face.verb("GET", "/v1/version")
         error = Unavailable(self._replica.face.failure or Failure("shut", "it ended", replica=self._replica.name))
-        return {"status": error.status, "body": http.problem_body(error)}
+        return {"status": error.status, "body": problem_body(error)}
 
     async def version(self) -> Reply:
         return await self._face.verb("GET", "/v1/version")

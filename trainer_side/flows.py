@@ -16,6 +16,7 @@ from urllib.parse import quote
 from trainer_side.causes import bodies
 from updater.core.errors import Failure, Unavailable
 from updater.manifest import Manifest
+from updater.problems import error_of
 
 T = TypeVar("T")
 
@@ -197,8 +198,6 @@ def read(answer: Answer) -> Mapping[str, Any]:
         document = None
     if 200 <= answer.status < 300 and isinstance(document, dict):
         return document
-    from updater.http import error_of  # brings a web framework along, which a client that succeeds does not need
-
     if isinstance(document, dict) and isinstance(document.get("failures"), list):
         raise error_of(answer.status, document)
     told = error_of(answer.status, None, fallback="unreachable" if answer.status in _NO_SERVER else "not_found")

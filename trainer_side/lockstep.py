@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_side.side import side_of
 from updater.core.errors import Aborted, Failure, LiveweightsError
+from updater.problems import error_of, problem_body
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -103,13 +104,9 @@ class Lockstep:
 
 
 def _described(error: LiveweightsError) -> Told:
-    from updater.http import problem_body
-
     return problem_body(error, receipt=error.receipt)
 
 
-def _error_of(document: Any) -> LiveweightsError:
-    from updater.http import error_of
-
+def _error_of(document: Mapping[str, Any]) -> LiveweightsError:
     status = document.get("status")
     return error_of(status if isinstance(status, int) else 500, document)

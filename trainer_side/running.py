@@ -16,7 +16,7 @@ from trainer_side.client import Cut
 from trainer_side.flows import Call, Flow
 from trainer_side.hooks import HookCaller, Hooks
 from updater.core.errors import Failure, LiveweightsError, Unavailable
-from updater.receipts import error_of
+from updater.problems import receipt_error
 from updater.schemas import Receipt, UpdateState
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class RunningUpdate:
         with self._changed:
             receipt, lost = self._state.receipt, self._lost
         if receipt is not None:
-            error = error_of(receipt)
+            error = receipt_error(receipt)
             if error is not None:
                 raise error
             return receipt

@@ -19,20 +19,8 @@ from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from updater import wire
-from updater.core.errors import (
-    CODES,
-    IN_DOCUMENT,
-    Aborted,
-    Failure,
-    LiveweightsError,
-    Quarantined,
-    Rejected,
-    RolledBack,
-    Unauthorized,
-    Unavailable,
-)
-from updater.receipts import groups_of
+from updater.core.errors import CODES, Failure, LiveweightsError, Rejected, Unavailable
+from updater.problems import BY_STATUS, problem_body, terse
 from updater.security import OPEN_PATHS, Access, FrontKeys, Tokens
 
 MEDIA_TYPE = "application/problem+json"
@@ -43,56 +31,9 @@ CONNECTION = "liveweights.connection"
 _JSON_HINT = "pass the header Content-Type: application/json"
 
 _log = logging.getLogger("liveweights.http")
-#: The `outcome` member of a document, and the class that a client raises for it.
-_KINDS: dict[str, type[LiveweightsError]] = {
-    "rejected": Rejected,
-    "aborted": Aborted,
-    "rolled_back": RolledBack,
-    "unavailable": Unavailable,
-    "unauthorized": Unauthorized,
-    "quarantined": Quarantined,
-}
 _OTHER_SERVER = (
     "a coordinator has /v1/updates, /v1/fleet and /v1/history, a replica /v1/completions: is it the right address?"
 )
-_BY_STATUS = {
-    400: "bad_request",
-    401: "unauthorized",
-    403: "forbidden",
-    404: "not_found",
-    405: "method_not_allowed",
-    413: "body_too_large",
-    415: "unsupported_media_type",
-    503: "shut",
-}
-
-
-class RejectedWith(Rejected):
-    """A refusal whose document has more members than the standard ones."""
-
-    def __init__(self, *failures: Failure, live_version: str | None = None, members: Mapping[str, Any]) -> None:
-        super().__init__(*failures, live_version=live_version)
-        self.members = dict(members)
-
-
-def problem_body(error: LiveweightsError, **extra: Any) -> dict[str, Any]:
-    """The document of one error: RFC 9457 members, then ours. `extra` adds members, for example `receipt`."""
-    return {
-        "type": f"urn:liveweights:{error.code}",
-        "title": error.code.replace("_", " "),
-        "status": error.status,
-        "detail": str(error),
-        "code": error.code,
-        "outcome": next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "unavailable"),
-        "retryable": error.retryable,
-        "live_version": error.live_version,
-        "hint": error.hint,
-        "groups": [wire.plain(group) for group in error.groups],
-        "failures": [wire.plain(failure) for failure in error.failures[:IN_DOCUMENT]],
-        "failures_count": sum(group.count for group in error.groups),
-        **(error.members if isinstance(error, RejectedWith) else {}),
-        **extra,
-    }
 
 
 def problem(error: LiveweightsError, **extra: Any) -> JSONResponse:
@@ -138,24 +79,6 @@ def _codes_by_status() -> dict[int, list[str]]:
     return found
 
 
-def failures_of(document: object, *, fallback: str = "internal") -> tuple[Failure, ...]:
-    """The failures of a problem document that came from outside; what cannot be read becomes one `fallback` failure.
-
-    A peer of another release may send codes that this one does not know: they become `fallback`, with the text kept.
-    """
-    found: list[Failure] = []
-    entries = document.get("failures") if isinstance(document, Mapping) else None
-    for entry in entries if isinstance(entries, list) else ():
-        try:
-            found.append(wire.build(Failure, entry))
-        except (wire.WireError, ValueError):
-            found.append(Failure(fallback, str(entry)[:500]))
-    if not found:
-        detail = document.get("detail") if isinstance(document, Mapping) else None
-        found.append(Failure(fallback, str(detail or "the answer is not a problem document")[:500]))
-    return tuple(found)
-
-
 def install(
     app: FastAPI,
     *,
@@ -190,7 +113,7 @@ def install(
 
     async def plain(_request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
-        code = _BY_STATUS.get(status, "bad_request" if status < 500 else "internal")
+        code = BY_STATUS.get(status, "bad_request" if status < 500 else "internal")
         kind = Unavailable if status >= 500 else Rejected
         hint = _OTHER_SERVER if code == "not_found" else ""
         failure = Failure(code, str(getattr(error, "detail", code)), hint=hint)
@@ -244,17 +167,6 @@ class Connection(Protocol):
 
     def admit(self, path: str, *, fleet: bool) -> bool:
         """Whether the request may run. `fleet`: it has shown the admin token or the key of a front."""
-
-
-def terse(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A problem document for callers without the admin scope: codes, and no text that came from inside."""
-    codes = [str(failure["code"]) for failure in document["failures"]]
-    members = ("type", "title", "status", "code", "outcome", "retryable", "live_version")
-    return {
-        **{name: document[name] for name in members},
-        "detail": document["code"],
-        "failures": [wire.plain(Failure(code, "")) for code in dict.fromkeys(codes)],
-    }
 
 
 class _Terse:
@@ -362,18 +274,3 @@ def replay_body(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
-
-
-def error_of(status: int, document: object, *, fallback: str = "internal") -> LiveweightsError:
-    """The error that a problem document tells of, for clients. `status` decides where the document is unreadable."""
-    failures = failures_of(document, fallback=_BY_STATUS.get(status, fallback))
-    told: Mapping[str, Any] = document if isinstance(document, Mapping) else {}
-    kind = _KINDS.get(str(told.get("outcome")), Unavailable if CODES[failures[0].code] == 503 else Rejected)
-    live, receipt, groups, again = (told.get(key) for key in ("live_version", "receipt", "groups", "retryable"))
-    return kind(
-        *failures,
-        live_version=live if isinstance(live, str) else None,
-        receipt=receipt if isinstance(receipt, Mapping) else None,
-        groups=groups_of(groups) if isinstance(groups, list) else (),
-        retryable=again if isinstance(again, bool) else None,
-    )

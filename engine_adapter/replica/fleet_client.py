@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from updater import http, wire
+from updater import problems, wire
 from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.core.participant import Claimed, FrontStatus
 from updater.core.release import older_coordinator
@@ -146,7 +146,7 @@ class FleetClient:
         except ValueError:
             raise Unavailable(Failure("unreachable", f"status {response.status_code} without JSON")) from None
         if response.status_code >= 400:
-            raise http.error_of(response.status_code, answer)
+            raise problems.error_of(response.status_code, answer)
         return answer
 
     async def close(self) -> None:

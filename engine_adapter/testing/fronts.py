@@ -21,7 +21,7 @@ from engine_adapter.replica.life import STANDALONE
 from engine_adapter.testing.checkpoint import make_toy_checkpoint
 from engine_adapter.testing.pace import steps_held
 from engine_adapter.testing.reference import Reference
-from updater import http, wire
+from updater import problems, wire
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import (
     MESSAGES,
@@ -94,7 +94,7 @@ class HandCoordinator:
         headers = {"Content-Type": "application/json"}
         response = await self.client.post(f"/participant/v1/{verb}", content=wire.encode(request), headers=headers)
         if response.status_code != 200:
-            raise http.error_of(response.status_code, response.json())
+            raise problems.error_of(response.status_code, response.json())
         return wire.decode(MESSAGES[verb][1], response.content)
 
     async def lead(self, later: int = 1) -> FrontStatus:
@@ -194,7 +194,7 @@ class HandCoordinator:
         body: Mapping[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **members}
         response = await self.client.post("/v1/completions", json=body)
         if response.status_code != 200:
-            raise http.error_of(response.status_code, response.json())
+            raise problems.error_of(response.status_code, response.json())
         answer: dict[str, Any] = response.json()
         return answer
 

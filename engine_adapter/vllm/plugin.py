@@ -23,7 +23,8 @@ from engine_adapter.vllm.replica import VllmReplica
 from engine_adapter.vllm.settings import PREFIX
 from engine_adapter.vllm.traffic.middleware import VersionMiddleware
 from updater.core.errors import LiveweightsError
-from updater.http import MEDIA_TYPE, BodyLimit, problem, terse
+from updater.http import MEDIA_TYPE, BodyLimit, problem
+from updater.problems import terse
 from updater.security import Access, FrontKeys, Tokens
 
 

@@ -19,7 +19,7 @@ from engine_adapter.testing.fronts import (
     toy_settings,
     toy_stage,
 )
-from updater import http, wire
+from updater import problems, wire
 from updater.core.errors import LiveweightsError
 from updater.core.participant import FenceRequest, FrontState, FrontStatus, Kind, Released, ReleaseTo, SpareState
 
@@ -30,7 +30,7 @@ async def operate(c: HandCoordinator, verb: str, body: dict[str, Any] | None = N
     """An operator's verb over HTTP. Raises LiveweightsError for a problem document."""
     response = await c.client.post(f"/replica/v1/{verb}", json=body or {})
     if response.status_code != 200:
-        raise http.error_of(response.status_code, response.json())
+        raise problems.error_of(response.status_code, response.json())
     status: FrontStatus = wire.decode(FrontStatus, response.content)
     return status
 

@@ -16,7 +16,7 @@ import updater
 from updater.coordinator.journal import JournalFailed, OwnershipLost
 from updater.coordinator.journal_schema import JournalRefused
 from updater.core.errors import Failure, LiveweightsError, Rejected
-from updater.http import RejectedWith
+from updater.problems import RejectedWith
 
 FAILURES = tuple(
     Failure("busy", f"it is busy with {count}", replica="one", rank=count, tensor="t", file="f", hint="wait for it")

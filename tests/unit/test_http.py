@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from updater import http
+from updater import http, problems
 from updater.core.errors import Failure, Rejected, RolledBack, Unauthorized, Unavailable
 from updater.security import ADMIN_ENV, ConfigurationError, Tokens, check_bind, is_loopback
 
@@ -136,7 +136,7 @@ def test_a_known_error_becomes_its_document() -> None:
     assert answer.status_code == 424
     assert (document["code"], document["retryable"], document["live_version"]) == ("rank_failed", True, "0-3")
     assert document["failures"][0]["replica"] == "r1"
-    back = http.error_of(answer.status_code, document)
+    back = problems.error_of(answer.status_code, document)
     assert isinstance(back, RolledBack)
     assert back.failures == (Failure("rank_failed", "no", replica="r1", rank=1),)
 
@@ -257,14 +257,18 @@ def test_empty_and_equal_tokens_are_refused() -> None:
 
 
 def test_documents_of_others_are_read_with_care() -> None:
-    odd = {"failures": [{"code": "from_the_future", "message": "x"}, 7], "receipt": {"outcome": "aborted"}}
-    error = http.error_of(424, odd)
+    new = {"code": "from_the_future", "message": "x", "replica": "r1", "rank": 2}
+    odd = {"failures": [new, 7], "receipt": {"outcome": "aborted"}}
+    error = problems.error_of(424, odd)
     assert [failure.code for failure in error.failures] == ["internal", "internal"]
+    assert (error.failures[0].message, error.failures[0].replica, error.failures[0].rank) == ("x", "r1", 2)
     assert error.receipt == {"outcome": "aborted"}
-    assert http.error_of(503, None).code == "shut"
-    assert http.error_of(401, "x").code == "unauthorized"
-    assert isinstance(http.error_of(422, http.problem_body(Rejected(Failure("file_header", "x")))), Rejected)
-    assert isinstance(http.error_of(401, http.problem_body(Unauthorized(Failure("unauthorized", "x")))), Unauthorized)
+    assert problems.error_of(503, None).code == "shut"
+    assert problems.error_of(401, "x").code == "unauthorized"
+    assert isinstance(problems.error_of(422, problems.problem_body(Rejected(Failure("file_header", "x")))), Rejected)
+    assert isinstance(
+        problems.error_of(401, problems.problem_body(Unauthorized(Failure("unauthorized", "x")))), Unauthorized
+    )
 
 
 @pytest.mark.case("F26")
@@ -273,16 +277,16 @@ def test_a_document_holds_a_bounded_list_and_its_text_is_that_of_the_exception()
         Failure("tensor_narrowing", "F32 into BF16", rank=number % 2, tensor=f"t{number}") for number in range(250)
     ]
     error = Rejected(*failures, live_version="0-1")
-    document = http.problem_body(error)
+    document = problems.problem_body(error)
     assert (len(document["failures"]), document["failures_count"]) == (100, 250)
     assert [(group["code"], group["count"], group["tensors"]) for group in document["groups"]] == [
         ("tensor_narrowing", 250, 250)
     ]
     assert document["hint"] == error.hint != ""
-    heard = http.error_of(422, document)
+    heard = problems.error_of(422, document)
     assert str(heard) == document["detail"] == str(error)
     assert (heard.groups, heard.retryable, heard.hint) == (error.groups, error.retryable, error.hint)
-    assert http.problem_body(heard)["failures_count"] == 250
+    assert problems.problem_body(heard)["failures_count"] == 250
 
 
 def test_a_document_of_another_release_is_grouped_by_the_reader() -> None:
@@ -290,7 +294,7 @@ def test_a_document_of_another_release_is_grouped_by_the_reader() -> None:
     strange = {**old, "groups": [{"code": "busy", "count": "many"}], "retryable": "perhaps"}
     unknown = {**old, "groups": [{"code": "busy", "count": 2, "examples": [{"code": "of 2030", "message": ""}]}]}
     for document in (old, strange, unknown):
-        error = http.error_of(409, document)
+        error = problems.error_of(409, document)
         assert [(group.code, group.count) for group in error.groups] == [("busy", 2)]
         assert error.retryable
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import httpx
 
-from updater import http, wire
+from updater import problems, wire
 from updater.cli import views
 from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.core.participant import FrontStatus
@@ -55,5 +55,5 @@ def _problem(url: str, response: httpx.Response) -> LiveweightsError:
     except ValueError:
         document = None
     if isinstance(document, dict) and isinstance(document.get("failures"), list):
-        return http.error_of(response.status_code, document)
+        return problems.error_of(response.status_code, document)
     return Unavailable(Failure("unreachable", f"{url} is no replica: status {response.status_code}", hint=_REPLICA))

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 from rich.table import Table
 
 from updater.core.errors import LiveweightsError
+from updater.problems import problem_body
 from updater.schemas import FailureBody, FleetState, MemberState, Receipt, VersionState
 
 out = Console(width=None if sys.stdout.isatty() else 160)
@@ -183,8 +184,6 @@ def history(receipts: Sequence[Receipt]) -> None:
 def error(problem: LiveweightsError, *, as_json: bool) -> None:
     """An error: its text, as over HTTP and in Python, and what is live. As JSON: the problem document on stdout."""
     if as_json:
-        from updater.http import problem_body
-
         extra = {"receipt": problem.receipt} if problem.receipt is not None else {}
         print_json(problem_body(problem, **extra))
         return

@@ -22,7 +22,7 @@ from updater.core.errors import CODES, Failure, LiveweightsError, Rejected, Unav
 from updater.core.participant import Kind, StreamOffer
 from updater.core.policy import CommitMode
 from updater.core.state import FleetState, Phase, Transaction
-from updater.http import RejectedWith
+from updater.problems import RejectedWith
 from updater.schemas import (
     DtypesState,
     MemberState,

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from updater import http, wire
+from updater import problems, wire
 from updater.core.errors import Failure
 from updater.core.participant import MESSAGES
 from updater.networks import AddressBarred, Networks
@@ -113,7 +113,7 @@ def answered(replica: str, verb: str, status: int, body: bytes) -> Any:
     document = _document(body)
     if document is None or "failures" not in document:
         raise Unreachable(f"status {status} without a problem document")
-    failures = http.failures_of(document, fallback="replica_lost")
+    failures = problems.failures_of(document, fallback="replica_lost")
     raise Refusal(tuple(failure.at(replica=replica) for failure in failures))
 
 

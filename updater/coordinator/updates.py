@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from updater import wire
 from updater.coordinator.clock import Clock, Timer
 from updater.coordinator.facts import Facts
 from updater.coordinator.sources import UNSEEN, Seen
@@ -14,8 +15,7 @@ from updater.coordinator.timeline import Timeline
 from updater.core.effects import Outcome, Result
 from updater.core.errors import IN_RECEIPT, grouped, worth_a_retry
 from updater.core.participant import NOT_COMPARED, Compared, Kind, PlanReply, VerifyReply
-from updater.receipts import group_body
-from updater.schemas import ComparedBody, FailureBody, MemberState, ProgressState, Receipt, UpdateState
+from updater.schemas import ComparedBody, FailureBody, GroupBody, MemberState, ProgressState, Receipt, UpdateState
 
 _SHORTENED = "this receipt is old: members, times and warnings are no longer kept"
 _RESTARTED = "the coordinator was restarted meanwhile: not all times of this update are known"
@@ -138,7 +138,7 @@ def receipt_of(
         reason=result.reason or None,
         failures=[failure_body(failure) for failure in result.failures[:IN_RECEIPT]],
         failures_count=len(result.failures),
-        groups=[group_body(group) for group in grouped(result.failures)],
+        groups=[GroupBody.model_validate(wire.plain(group)) for group in grouped(result.failures)],
         retryable=worth_a_retry(result.failures, update.plans),
         version=str(result.version) if result.version is not None else update.version,
         live_version=str(result.live.version) if result.live is not None else None,

@@ -16,7 +16,7 @@ from updater.coordinator.metrics import CONTENT_TYPE
 from updater.coordinator.updates import Update
 from updater.core.errors import IN_DOCUMENT, Failure, Unavailable
 from updater.core.participant import Call
-from updater.receipts import error_of
+from updater.problems import receipt_error
 from updater.schemas import (
     AbortBody,
     AdoptBody,
@@ -121,7 +121,7 @@ class _Face:
             failure = self._coordinator.stopped or Failure("shut", "the coordinator ended")
             raise Unavailable(failure, live_version=self._coordinator.live_version)
         document = receipt.model_dump(mode="json")
-        error = error_of(receipt, self._coordinator.live_version)
+        error = receipt_error(receipt, self._coordinator.live_version)
         if error is None:
             return JSONResponse(document)
         # The list of the failures is the document's own; all that is kept of it is at GET /v1/updates/{id}.

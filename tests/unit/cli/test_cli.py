@@ -29,8 +29,8 @@ from updater.core.errors import (
     Unavailable,
 )
 from updater.core.policy import SourceLayout
-from updater.http import problem_body
 from updater.manifest import FILE_NAME, Manifest
+from updater.problems import problem_body
 from updater.schemas import PolicyBody
 from updater.wire import WireError
 

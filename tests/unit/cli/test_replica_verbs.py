@@ -19,7 +19,7 @@ from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.app import ReplicaFace, add_operator_routes
 from engine_adapter.replica.front import Front, Identity
 from engine_adapter.testing.requests import HandEngine, HandWork
-from updater import http
+from updater import http, problems
 from updater.cli.main import Exit, app
 from updater.core.errors import Failure
 from updater.core.participant import FrontState
@@ -74,7 +74,9 @@ def test_readmit_proves_and_joins() -> None:
 
 def test_what_a_readmission_finds_is_an_error() -> None:
     with replica() as one:
-        one.work.fail["readmit 0-3"] = http.error_of(424, {"failures": [{"code": "tensor_digest", "message": "no"}]})
+        one.work.fail["readmit 0-3"] = problems.error_of(
+            424, {"failures": [{"code": "tensor_digest", "message": "no"}]}
+        )
         done = run("readmit", one.url, "--json")
         assert done.exit_code == Exit.REFUSED
         assert one.front.state.state is FrontState.QUARANTINED

@@ -20,8 +20,8 @@ from trainer_side.testing import FakeCoordinator
 from updater.cli.main import MANIFEST, Exit, app
 from updater.cli.watch import Watch, found_in
 from updater.core.errors import Failure, LiveweightsError, Rejected
-from updater.http import problem_body
 from updater.manifest import FILE_NAME
+from updater.problems import problem_body
 from updater.schemas import Receipt
 
 

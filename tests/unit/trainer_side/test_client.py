@@ -22,7 +22,7 @@ from updater.core.errors import (
     Unauthorized,
     Unavailable,
 )
-from updater.http import problem_body
+from updater.problems import problem_body
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
