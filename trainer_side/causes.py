@@ -22,16 +22,14 @@ def claimable(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 
 
 def bodies(failures: Iterable[Failure]) -> list[Mapping[str, Any]]:
-    """As `updater.schemas.CauseBody`."""
+    """As `updater.schemas.CauseBody`: without what is empty, and without the usual hint of the code."""
     return [
         {
             "code": each.code,
             "message": each.message,
-            **({"replica": each.replica} if each.replica else {}),
-            **({"rank": each.rank} if each.rank is not None else {}),
-            **({"tensor": each.tensor} if each.tensor else {}),
-            **({"file": each.file} if each.file else {}),
-            **({"hint": each.hint} if each.hint != TABLE[each.code].hint else {}),
+            **({} if each.rank is None else {"rank": each.rank}),
+            **{name: text for name in ("replica", "tensor", "file") if (text := getattr(each, name))},
+            **({} if each.hint == TABLE[each.code].hint else {"hint": each.hint}),
         }
         for each in failures
     ]

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
-from pydantic import BaseModel, ValidationError
 
 from trainer_side import flows
 from trainer_side.flows import Answer, Call, Flow, NoAnswer, Wait
 from updater.core.errors import Failure, Unavailable, refuse
-from updater.core.version import Version
-from updater.schemas import FleetState, ModelState, Receipt, UpdateState, VersionState
 
 T = TypeVar("T")
-M = TypeVar("M", bound=BaseModel)
+F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 DEFAULT_URL = "http://127.0.0.1:8700"
 URL_ENV = "LIVEWEIGHTS_URL"
 TOKEN_ENV = "LIVEWEIGHTS_ADMIN_TOKEN"
 #: A stream of events is silent at most this long: the coordinator sends comments to keep it alive.
 EVENT_GAP_S = 60.0
-CONNECT_S = 5.0
-#: How long an update may take before a waiting client gives up; the update goes on.
-UPDATE_S = 1800.0
+_EVENTS: Any = {
+    "timeout": httpx.Timeout(5.0, read=EVENT_GAP_S),
+    "headers": {"Accept": "text/event-stream"},
+}
 #: How the address of a coordinator begins that is a Ray actor.
 ACTOR = "ray://"
 
@@ -78,17 +78,52 @@ class Cut:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
 
+def _sync(verb: Callable[P, Flow[T]]) -> Callable[Concatenate[Client, P], T]:
+    """A method of `Client` with the arguments and the text of `verb`."""
+
+    def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.run(verb(*args, **kwargs))
+
+    return _described(method, verb)
+
+
+def _async(verb: Callable[P, Flow[T]]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+    """The same of `AsyncClient`."""
+
+    async def method(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.run(verb(*args, **kwargs))
+
+    return _described(method, verb)
+
+
+def _described(method: F, verb: Callable[..., object]) -> F:
+    """For `help` and editors: name, text, arguments and result of `verb`, after `self`."""
+    method.__name__, method.__doc__ = verb.__name__, verb.__doc__
+    told = inspect.signature(verb)
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    result = str(told.return_annotation).removeprefix("Flow[").removesuffix("]")
+    signed: Any = method
+    signed.__signature__ = told.replace(parameters=[first, *told.parameters.values()], return_annotation=result)
+    return method
+
+
 class Client:
     """`url` and `token` default to the environment: LIVEWEIGHTS_URL and LIVEWEIGHTS_ADMIN_TOKEN.
 
     `ray://<actor name>@<namespace>` is a coordinator that runs as a Ray actor of the cluster this process is in.
+    `backoff`: a factor on the waits between two tries.
 
     Every method raises the typed errors of `updater.core.errors`: Rejected, Aborted and RolledBack carry the receipt
     in `error.receipt`; Unavailable with code `unreachable` means that no server answered.
     """
 
     def __init__(
-        self, url: str | None = None, token: str | None = None, *, transport: httpx.BaseTransport | None = None
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        transport: httpx.BaseTransport | None = None,
+        backoff: float = 1.0,
     ) -> None:
         options = _options(url, token)
         self._server = _server(options["base_url"])
@@ -97,6 +132,22 @@ class Client:
 
             transport = ActorTransport(address_of(options["base_url"]))
         self._http = httpx.Client(**_carried(options), transport=transport)
+        self._backoff = backoff
+
+    update = _sync(flows.update)
+    begin = _sync(flows.begin)
+    rollback = _sync(flows.rollback)
+    version = _sync(flows.version)
+    fleet = _sync(flows.fleet)
+    adopt = _sync(flows.adopt)
+    model = _sync(flows.model)
+    manifest = _sync(flows.manifest)
+    history = _sync(flows.history)
+    status = _sync(flows.status)
+    commit = _sync(flows.commit)
+    seal = _sync(flows.seal)
+    abort = _sync(flows.abort)
+    renew = _sync(flows.renew)
 
     def run(self, flow: Flow[T]) -> T:
         """Perform a flow of `trainer_side.flows`."""
@@ -107,93 +158,25 @@ class Client:
             except StopIteration as done:
                 return done.value  # type: ignore[no-any-return]
             if isinstance(step, Wait):
-                time.sleep(step.seconds)
+                time.sleep(step.seconds * self._backoff)
                 answer = None
             else:
                 answer = self._perform(step)
 
-    def update(self, body: Mapping[str, Any], *, timeout_s: float = UPDATE_S) -> Receipt:
-        """Begin an update (the body of `POST /v1/updates`) and wait for the receipt of a committed one."""
-        return _as(Receipt, self._server, self.run(flows.begin(body, wait=True, timeout_s=timeout_s)))
-
-    def begin(self, body: Mapping[str, Any]) -> UpdateState:
-        """Begin an update and return while it runs."""
-        return _as(UpdateState, self._server, self.run(flows.begin(body, wait=False, timeout_s=flows.CALL_S)))
-
-    def rollback(
-        self,
-        target: Version | str | None = None,
-        expected_live: Version | str | None = None,
-        *,
-        timeout_s: float = UPDATE_S,
-        **more: Any,
-    ) -> Receipt:
-        """Back to `target` (default: what the fleet offers as `rollback_to`) from `expected_live` (default: live).
-
-        `more`: of the body, as `policy={"in_flight": "abort"}` for a fleet that does not come to rest in time.
-        """
-        target, expected_live = self.run(_rollback_pair(target, expected_live))
-        body = {"target": str(target), "expected_live": str(expected_live), **more}
-        return _as(Receipt, self._server, self.run(flows.rollback(body, wait=True, timeout_s=timeout_s)))
-
-    def version(self) -> VersionState:
-        """What is live, since when, and what a rollback would bring back."""
-        return _as(VersionState, self._server, self.run(flows.get("/v1/version")))
-
-    def fleet(self) -> FleetState:
-        """Members and ranks."""
-        return _as(FleetState, self._server, self.run(flows.get("/v1/fleet")))
-
-    def adopt(self, members: Mapping[str, str]) -> FleetState:
-        """Let this coordinator, whose journal is empty or behind, take over these fronts (replica to URL)."""
-        return _as(FleetState, self._server, self.run(flows.adopt(members)))
-
-    def model(self) -> ModelState:
-        """What the fleet's engines run on, beside tensors: config, tokenizer, quantisation."""
-        return _as(ModelState, self._server, self.run(flows.get("/v1/fleet/model")))
-
-    def manifest(self, digest: str) -> Mapping[str, Any]:
-        """The manifest of a version by its digest. Raises Rejected `not_found`."""
-        return self.run(flows.get(f"/v1/manifests/{digest}"))
-
-    def history(self, limit: int | None = None) -> list[Receipt]:
-        """Past receipts, newest first."""
-        return _receipts(self._server, self.run(flows.get("/v1/history", limit=limit)))
-
-    def status(self, update: str) -> UpdateState:
-        """State and timings of one update."""
-        return _as(UpdateState, self._server, self.run(flows.get(flows.update_path(update))))
-
-    def commit(self, update: str) -> UpdateState:
-        """Let an update with `commit: manual` go on from READY."""
-        return _as(UpdateState, self._server, self.run(flows.verb(update, "commit")))
-
-    def abort(self, update: str, failures: Iterable[Failure] = ()) -> UpdateState:
-        """End an undecided update. `failures`: what made you, with codes of `updater.schemas.CAUSES`."""
-        return _as(UpdateState, self._server, self.run(flows.abort(update, failures)))
-
-    def renew(self, update: str) -> UpdateState:
-        """The update is still wanted. Raises `lease_expired` or `wrong_phase` when it ended."""
-        return _as(UpdateState, self._server, self.run(flows.verb(update, "renew")))
-
-    def seal(self, update: str, digests: Mapping[str, str] | None = None) -> UpdateState:
-        """The stream is complete. `digests`: name -> 16 hex digits, of tensors that the manifest has none of."""
-        return _as(UpdateState, self._server, self.run(flows.seal(update, digests or {})))
-
     def events(self, update: str, cut: Cut | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """(name, data) as the coordinator tells them, until the update has ended.
+        """(name, data) as the coordinator sends them, until the update has ended.
 
         `cut`, from another thread, ends it at once. Raises Unavailable when the connection breaks, also by a cut.
         """
-        path = f"{flows.update_path(update)}/events"
-        timeout = httpx.Timeout(CONNECT_S, read=EVENT_GAP_S)
-        cut = cut or Cut()
+        parser, cut = flows.EventParser(), cut or Cut()
         try:
-            with self._http.stream("GET", path, timeout=timeout, headers={"Accept": "text/event-stream"}) as response:
+            with self._http.stream("GET", f"{flows.update_path(update)}/events", **_EVENTS) as response:
                 if response.status_code != 200:
                     flows.read(Answer(response.status_code, response.read(), self._server))
                 with cut.of(response):
-                    yield from flows.events(response.iter_lines())
+                    for line in response.iter_lines():
+                        if (event := parser.feed(line)) is not None:
+                            yield event
         except httpx.HTTPError as error:
             raise _unreachable(self._server, error) from None
 
@@ -212,7 +195,7 @@ class Client:
         try:
             response = self._http.request(**_request(call))
         except httpx.HTTPError as error:
-            return NoAnswer(_reason(self._server, error), again=not isinstance(error, httpx.ReadTimeout))
+            return _no_answer(self._server, error)
         return Answer(response.status_code, response.content, self._server)
 
 
@@ -220,7 +203,12 @@ class AsyncClient:
     """The async twin of `Client`: the same flows, the same errors."""
 
     def __init__(
-        self, url: str | None = None, token: str | None = None, *, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        backoff: float = 1.0,
     ) -> None:
         options = _options(url, token)
         self._server = _server(options["base_url"])
@@ -229,6 +217,22 @@ class AsyncClient:
 
             transport = AsyncActorTransport(address_of(options["base_url"]))
         self._http = httpx.AsyncClient(**_carried(options), transport=transport)
+        self._backoff = backoff
+
+    update = _async(flows.update)
+    begin = _async(flows.begin)
+    rollback = _async(flows.rollback)
+    version = _async(flows.version)
+    fleet = _async(flows.fleet)
+    adopt = _async(flows.adopt)
+    model = _async(flows.model)
+    manifest = _async(flows.manifest)
+    history = _async(flows.history)
+    status = _async(flows.status)
+    commit = _async(flows.commit)
+    seal = _async(flows.seal)
+    abort = _async(flows.abort)
+    renew = _async(flows.renew)
 
     async def run(self, flow: Flow[T]) -> T:
         """Perform a flow of `trainer_side.flows`."""
@@ -239,77 +243,20 @@ class AsyncClient:
             except StopIteration as done:
                 return done.value  # type: ignore[no-any-return]
             if isinstance(step, Wait):
-                await asyncio.sleep(step.seconds)
+                await asyncio.sleep(step.seconds * self._backoff)
                 answer = None
             else:
                 answer = await self._perform(step)
 
-    async def update(self, body: Mapping[str, Any], *, timeout_s: float = UPDATE_S) -> Receipt:
-        """Begin an update (the body of `POST /v1/updates`) and wait for the receipt of a committed one."""
-        return _as(Receipt, self._server, await self.run(flows.begin(body, wait=True, timeout_s=timeout_s)))
-
-    async def begin(self, body: Mapping[str, Any]) -> UpdateState:
-        """Begin an update and return while it runs."""
-        return _as(UpdateState, self._server, await self.run(flows.begin(body, wait=False, timeout_s=flows.CALL_S)))
-
-    async def rollback(
-        self,
-        target: Version | str | None = None,
-        expected_live: Version | str | None = None,
-        *,
-        timeout_s: float = UPDATE_S,
-        **more: Any,
-    ) -> Receipt:
-        target, expected_live = await self.run(_rollback_pair(target, expected_live))
-        body = {"target": str(target), "expected_live": str(expected_live), **more}
-        return _as(Receipt, self._server, await self.run(flows.rollback(body, wait=True, timeout_s=timeout_s)))
-
-    async def version(self) -> VersionState:
-        return _as(VersionState, self._server, await self.run(flows.get("/v1/version")))
-
-    async def fleet(self) -> FleetState:
-        return _as(FleetState, self._server, await self.run(flows.get("/v1/fleet")))
-
-    async def adopt(self, members: Mapping[str, str]) -> FleetState:
-        return _as(FleetState, self._server, await self.run(flows.adopt(members)))
-
-    async def model(self) -> ModelState:
-        return _as(ModelState, self._server, await self.run(flows.get("/v1/fleet/model")))
-
-    async def manifest(self, digest: str) -> Mapping[str, Any]:
-        return await self.run(flows.get(f"/v1/manifests/{digest}"))
-
-    async def history(self, limit: int | None = None) -> list[Receipt]:
-        return _receipts(self._server, await self.run(flows.get("/v1/history", limit=limit)))
-
-    async def status(self, update: str) -> UpdateState:
-        return _as(UpdateState, self._server, await self.run(flows.get(flows.update_path(update))))
-
-    async def commit(self, update: str) -> UpdateState:
-        return _as(UpdateState, self._server, await self.run(flows.verb(update, "commit")))
-
-    async def seal(self, update: str, digests: Mapping[str, str] | None = None) -> UpdateState:
-        return _as(UpdateState, self._server, await self.run(flows.seal(update, digests or {})))
-
-    async def abort(self, update: str, failures: Iterable[Failure] = ()) -> UpdateState:
-        return _as(UpdateState, self._server, await self.run(flows.abort(update, failures)))
-
-    async def renew(self, update: str) -> UpdateState:
-        return _as(UpdateState, self._server, await self.run(flows.verb(update, "renew")))
-
     async def events(self, update: str) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
-        path = f"{flows.update_path(update)}/events"
-        timeout = httpx.Timeout(flows.CALL_S, read=EVENT_GAP_S)
+        """As `Client.events`."""
         parser = flows.EventParser()
         try:
-            async with self._http.stream(
-                "GET", path, timeout=timeout, headers={"Accept": "text/event-stream"}
-            ) as response:
+            async with self._http.stream("GET", f"{flows.update_path(update)}/events", **_EVENTS) as response:
                 if response.status_code != 200:
                     flows.read(Answer(response.status_code, await response.aread(), self._server))
                 async for line in response.aiter_lines():
-                    event = parser.feed(line)
-                    if event is not None:
+                    if (event := parser.feed(line)) is not None:
                         yield event
         except httpx.HTTPError as error:
             raise _unreachable(self._server, error) from None
@@ -329,21 +276,8 @@ class AsyncClient:
         try:
             response = await self._http.request(**_request(call))
         except httpx.HTTPError as error:
-            return NoAnswer(_reason(self._server, error), again=not isinstance(error, httpx.ReadTimeout))
+            return _no_answer(self._server, error)
         return Answer(response.status_code, response.content, self._server)
-
-
-def _rollback_pair(target: Version | str | None, expected_live: Version | str | None) -> Flow[tuple[str, str]]:
-    """Fill in what the caller left open from `/v1/version`."""
-    if target is None or expected_live is None:
-        live = yield from flows.get("/v1/version")
-        target = live.get("rollback_to") if target is None else target
-        expected_live = live.get("version") if expected_live is None else expected_live
-    return str(target or ""), str(expected_live or "")
-
-
-def _receipts(server: str, answer: Mapping[str, Any]) -> list[Receipt]:
-    return [_as(Receipt, server, receipt) for receipt in answer.get("receipts", ())]
 
 
 def _options(url: str | None, token: str | None) -> dict[str, Any]:
@@ -371,16 +305,6 @@ def address(url: str) -> str:
     return whole
 
 
-def _as(kind: type[M], server: str, answer: Mapping[str, Any]) -> M:
-    """Raises Rejected `not_found` for what another server than a coordinator answers."""
-    try:
-        return kind.model_validate(answer)
-    except ValidationError:
-        replica = answer.get("replica")
-        what = f"the replica {replica!r}" if isinstance(replica, str) else "another server, or one of another release"
-        raise refuse("not_found", f"no coordinator answers at {server}: it is {what}", hint=flows.ADDRESS) from None
-
-
 def _carried(options: dict[str, Any]) -> dict[str, Any]:
     """An actor's address is no base of HTTP URLs: what carries the requests knows where they go."""
     return {**options, "base_url": "http://coordinator"} if options["base_url"].startswith(ACTOR) else options
@@ -402,9 +326,10 @@ def _server(url: str) -> str:
     return url if url.startswith(ACTOR) else str(httpx.URL(url).copy_with(userinfo=b""))
 
 
-def _reason(server: str, error: httpx.HTTPError) -> str:
-    return f"{server}: {type(error).__name__}: {error}"[:500]
+def _no_answer(server: str, error: httpx.HTTPError) -> NoAnswer:
+    text = f"{server}: {type(error).__name__}: {error}"
+    return NoAnswer(text[:500], again=not isinstance(error, httpx.ReadTimeout))
 
 
 def _unreachable(server: str, error: httpx.HTTPError) -> Unavailable:
-    return Unavailable(Failure("unreachable", _reason(server, error), hint=flows.NOBODY))
+    return Unavailable(Failure("unreachable", _no_answer(server, error).reason, hint=flows.NOBODY))

@@ -1,28 +1,36 @@
-"""What a client says and how it reads the answers, without IO: one implementation for the sync and the async client.
+"""What a client asks a coordinator and how it reads the answers, without IO: one description for both clients.
 
-A flow is a generator: it yields a `Call` (or a `Wait`), is sent an `Answer` (or None when nothing answered), and
-returns its result or raises a typed error.
+A flow is a generator. It yields a `Call` and is sent an `Answer`, or a `NoAnswer`; it yields a `Wait` and is sent None;
+it returns its result or raises a typed error. The first functions here are the methods
+of `Client` and `AsyncClient`, with the same arguments.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from pydantic import BaseModel, ValidationError
+
 from trainer_side.causes import bodies
-from updater.core.errors import Failure, Unavailable
+from updater.core.errors import Failure, Unavailable, refuse
+from updater.core.version import Version
 from updater.manifest import Manifest
 from updater.problems import error_of
+from updater.schemas import FleetState, ModelState, Receipt, UpdateState, VersionState
 
 T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 
-#: Waits between two tries of a call that nothing answered, in seconds. Every call of ours may be repeated.
+#: Waits between two tries of a call that got no answer, in seconds. Every call of ours may be repeated.
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 CALL_S = 30.0
+#: How long an update may take before a waiting client gives up; the update goes on.
+UPDATE_S = 1800.0
 NOBODY = "is `liveweights serve` running, and is this its address (--url, LIVEWEIGHTS_URL)?"
 #: The same for an address where something else answers.
 ADDRESS = "give the coordinator's address (--url, LIVEWEIGHTS_URL, or the argument url)"
@@ -34,7 +42,8 @@ INLINE_MANIFEST = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request. `body` is sent as JSON, `text` as it is. `timeout_s` bounds the whole of it."""
+    """One request. `body` is sent as JSON, `text` as it is. `timeout_s` bounds the whole of it. `tries`: whether it is
+    sent again when no answer came."""
 
     method: str
     path: str
@@ -42,6 +51,7 @@ class Call:
     query: tuple[tuple[str, str], ...] = ()
     timeout_s: float = CALL_S
     text: str | None = None
+    tries: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +72,7 @@ class Answer:
 class NoAnswer:
     """The connection was refused, broke, or took too long: the call may or may not have been handled.
 
-    `again`: whether another try makes sense (not after a time-out: the caller's patience is spent).
+    `again`: whether another try makes sense (not after a time-out: the time that the caller gave is over).
     """
 
     reason: str
@@ -72,122 +82,144 @@ class NoAnswer:
 Flow = Generator[Call | Wait, Answer | NoAnswer | None, T]
 
 
-def ask(call: Call) -> Flow[Mapping[str, Any]]:
-    """The JSON object of a success. Tries again while nothing answers, then raises Unavailable `unreachable`."""
+# -- the verbs of both clients
+
+
+def update(body: Mapping[str, Any], *, timeout_s: float = UPDATE_S) -> Flow[Receipt]:
+    """Begin an update (the body of `POST /v1/updates`) and wait for the receipt of a committed one."""
+    return (yield from ask(Receipt, _begin(body, timeout_s)))
+
+
+def begin(body: Mapping[str, Any]) -> Flow[UpdateState]:
+    """Begin an update and return while it runs."""
+    return (yield from ask(UpdateState, _begin(body)))
+
+
+def rollback(
+    target: Version | str | None = None,
+    expected_live: Version | str | None = None,
+    *,
+    timeout_s: float = UPDATE_S,
+    **more: Any,
+) -> Flow[Receipt]:
+    """Back to `target` (default: what the fleet offers as `rollback_to`) from `expected_live` (default: live).
+
+    `more`: of the body, as `policy={"in_flight": "abort"}` for a fleet that does not come to rest in time.
+    """
+    if target is None or expected_live is None:
+        live = yield from version()
+        target = live.rollback_to if target is None else target
+        expected_live = live.version if expected_live is None else expected_live
+    body = {"id": fresh_id("rollback"), "target": str(target or ""), "expected_live": str(expected_live or ""), **more}
+    return (yield from ask(Receipt, _post("/v1/rollback", body, timeout_s)))
+
+
+def version() -> Flow[VersionState]:
+    """What is live, since when, and what a rollback would bring back."""
+    return (yield from ask(VersionState, Call("GET", "/v1/version")))
+
+
+def fleet() -> Flow[FleetState]:
+    """Members and ranks."""
+    return (yield from ask(FleetState, Call("GET", "/v1/fleet")))
+
+
+def adopt(members: Mapping[str, str]) -> Flow[FleetState]:
+    """Let this coordinator, whose journal is empty or behind, take over these fronts (replica to URL)."""
+    named = [{"replica": replica, "url": url} for replica, url in members.items()]
+    call = Call("POST", "/v1/fleet/adopt", {"members": named, "confirm": True}, tries=False)
+    return (yield from ask(FleetState, call))
+
+
+def model() -> Flow[ModelState]:
+    """What the fleet's engines run on, beside tensors: config, tokenizer, quantisation."""
+    return (yield from ask(ModelState, Call("GET", "/v1/fleet/model")))
+
+
+def manifest(digest: str) -> Flow[Mapping[str, Any]]:
+    """The manifest of a version by its digest. Raises Rejected `not_found`."""
+    return (yield from get(f"/v1/manifests/{digest}"))
+
+
+def history(limit: int | None = None) -> Flow[list[Receipt]]:
+    """Past receipts, newest first."""
+    query = () if limit is None else (("limit", str(limit)),)
+    return (yield from ask(_History, Call("GET", "/v1/history", None, query))).receipts
+
+
+def status(update: str) -> Flow[UpdateState]:
+    """State and timings of one update."""
+    return (yield from ask(UpdateState, Call("GET", update_path(update))))
+
+
+def commit(update: str) -> Flow[UpdateState]:
+    """Let an update with `commit: manual` go on from READY."""
+    return (yield from ask(UpdateState, _post(f"{update_path(update)}/commit")))
+
+
+def seal(update: str, digests: Mapping[str, str] | None = None) -> Flow[UpdateState]:
+    """The stream is complete. `digests`: name -> 16 hex digits, of tensors that the manifest has none of."""
+    return (yield from ask(UpdateState, _post(f"{update_path(update)}/seal", {"digests": dict(digests or {})})))
+
+
+def abort(update: str, failures: Iterable[Failure] = ()) -> Flow[UpdateState]:
+    """End an undecided update. `failures`: what made you, with codes of `updater.schemas.CAUSES`."""
+    causes = bodies(failures)
+    return (
+        yield from ask(UpdateState, _post(f"{update_path(update)}/abort", {"failures": causes} if causes else None))
+    )
+
+
+def renew(update: str) -> Flow[UpdateState]:
+    """The update is still wanted. Raises `lease_expired` or `wrong_phase` when it ended."""
+    return (yield from ask(UpdateState, _post(f"{update_path(update)}/renew")))
+
+
+# -- what they are made of
+
+
+class _History(BaseModel):
+    receipts: list[Receipt] = []
+
+
+def begin_streamed(body: Mapping[str, Any], manifest: Manifest) -> Flow[UpdateState]:
+    """`begin` with a manifest, which is uploaded ahead where it is large."""
+    text = manifest.to_json()
+    if len(text) <= INLINE_MANIFEST:
+        return (yield from begin({**body, "manifest": json.loads(text)}))
+    read((yield from _answered(Call("PUT", f"/v1/manifests/{manifest.digest}", text=text))))
+    return (yield from begin({**body, "manifest": manifest.digest}))
+
+
+def get(path: str) -> Flow[Mapping[str, Any]]:
+    """`GET path`: the JSON object as it came, also from a coordinator of another release."""
+    return read((yield from _answered(Call("GET", path))))
+
+
+def ask(kind: type[M], call: Call) -> Flow[M]:
+    """The answer of a success. Raises Rejected `not_found` for what another server than a coordinator answers."""
+    answer = yield from _answered(call)
+    document = read(answer)
+    try:
+        return kind.model_validate(document)
+    except ValidationError:
+        replica = document.get("replica")
+        what = f"the replica {replica!r}" if isinstance(replica, str) else "another server, or one of another release"
+        raise refuse("not_found", f"no coordinator answers at {answer.server}: it is {what}", hint=ADDRESS) from None
+
+
+def _answered(call: Call) -> Flow[Answer]:
+    """Sends the call again while no answer comes, unless it says otherwise; then raises Unavailable `unreachable`."""
     reason = ""
     for pause in (*BACKOFF_S, None):
         answer = yield call
         if isinstance(answer, Answer):
-            return read(answer)
+            return answer
         reason = answer.reason if answer else "no answer"
-        if pause is None or (answer and not answer.again):
+        if pause is None or not call.tries or (answer and not answer.again):
             break
         yield Wait(pause)
     raise Unavailable(Failure("unreachable", f"no server answers {call.method} {call.path} at {reason}", hint=NOBODY))
-
-
-def begin(body: Mapping[str, Any], *, wait: bool, timeout_s: float) -> Flow[Mapping[str, Any]]:
-    """`POST /v1/updates`. A repeat after a broken connection joins the update that the first one began: a path on disk
-    has the coordinator's own id for that, `run-step`; everything else gets one here if it has none.
-    """
-    named = dict(body)
-    if not _has_default(named):
-        named.setdefault("id", fresh_id(named.get("version")))
-    return (yield from ask(Call("POST", "/v1/updates", named, _wait(wait), timeout_s if wait else CALL_S)))
-
-
-def rollback(body: Mapping[str, Any], *, wait: bool, timeout_s: float) -> Flow[Mapping[str, Any]]:
-    """`POST /v1/rollback`."""
-    named = dict(body)
-    named.setdefault("id", fresh_id("rollback"))
-    return (yield from ask(Call("POST", "/v1/rollback", named, _wait(wait), timeout_s if wait else CALL_S)))
-
-
-def get(path: str, **query: object) -> Flow[Mapping[str, Any]]:
-    """`GET path`; arguments that are None are left out."""
-    given = tuple((key, str(value)) for key, value in query.items() if value is not None)
-    return (yield from ask(Call("GET", path, None, given)))
-
-
-def begin_streamed(body: Mapping[str, Any], manifest: Manifest) -> Flow[Mapping[str, Any]]:
-    """`POST /v1/updates` with a manifest, which travels ahead by its content where it is large."""
-    text = manifest.to_json()
-    if len(text) <= INLINE_MANIFEST:
-        named = {**body, "manifest": json.loads(text)}
-    else:
-        yield from ask(Call("PUT", f"/v1/manifests/{manifest.digest}", text=text))
-        named = {**body, "manifest": manifest.digest}
-    return (yield from begin(named, wait=False, timeout_s=CALL_S))
-
-
-def seal(update: str, digests: Mapping[str, str]) -> Flow[Mapping[str, Any]]:
-    """`POST /v1/updates/{id}/seal`: the stream is complete, and these digests are known only now."""
-    return (yield from ask(Call("POST", f"{update_path(update)}/seal", {"digests": dict(digests)})))
-
-
-def abort(update: str, failures: Iterable[Failure] = ()) -> Flow[Mapping[str, Any]]:
-    """`POST /v1/updates/{id}/abort`, with what went wrong on this side, if anything did."""
-    causes = bodies(failures)
-    body = {"failures": causes} if causes else None
-    return (yield from ask(Call("POST", f"{update_path(update)}/abort", body)))
-
-
-def once(call: Call) -> Flow[Mapping[str, Any]]:
-    """One try, for who comes back anyway. Raises Unavailable if nothing answered."""
-    answer = yield call
-    if not isinstance(answer, Answer):
-        raise Unavailable(Failure("unreachable", answer.reason if answer else "no answer", hint=NOBODY))
-    return read(answer)
-
-
-def verb(update: str, name: str) -> Flow[Mapping[str, Any]]:
-    """`POST /v1/updates/{id}/{renew, commit}`."""
-    return (yield from ask(Call("POST", f"{update_path(update)}/{name}")))
-
-
-def adopt(members: Mapping[str, str]) -> Flow[Mapping[str, Any]]:
-    """`POST /v1/fleet/adopt`."""
-    named = [{"replica": replica, "url": url} for replica, url in members.items()]
-    return (yield from once(Call("POST", "/v1/fleet/adopt", {"members": named, "confirm": True})))
-
-
-def update_path(update: str) -> str:
-    return f"/v1/updates/{quote(update, safe='')}"
-
-
-def events(lines: Iterator[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Server-sent events as (name, data); comments and events without JSON data are skipped."""
-    parser = EventParser()
-    for line in lines:
-        event = parser.feed(line)
-        if event is not None:
-            yield event
-
-
-class EventParser:
-    """Line by line, as the WHATWG HTML standard describes the format of event streams."""
-
-    def __init__(self) -> None:
-        self._name = "message"
-        self._data: list[str] = []
-
-    def feed(self, line: str) -> tuple[str, Mapping[str, Any]] | None:
-        """One line without its ending; the event that it completes, if any."""
-        if line:
-            field, _, value = line.partition(":")
-            value = value.removeprefix(" ")
-            if field == "event":
-                self._name = value
-            elif field == "data":
-                self._data.append(value)
-            return None
-        name, text = self._name, "\n".join(self._data)
-        self._name, self._data = "message", []
-        try:
-            data = json.loads(text) if text else None
-        except ValueError:
-            return None
-        return (name, data) if isinstance(data, dict) else None
 
 
 def read(answer: Answer) -> Mapping[str, Any]:
@@ -205,8 +237,53 @@ def read(answer: Answer) -> Mapping[str, Any]:
     raise type(told)(replace(told.failures[0], message=text, hint=ADDRESS))
 
 
-def _wait(wait: bool) -> tuple[tuple[str, str], ...]:
-    return (("wait", "true"),) if wait else ()
+def update_path(update: str) -> str:
+    return f"/v1/updates/{quote(update, safe='')}"
+
+
+def _begin(body: Mapping[str, Any], wait_s: float | None = None) -> Call:
+    """`POST /v1/updates`. A repeat after a broken connection joins the update that the first one began: a path on disk
+    has the coordinator's own id for that, `run-step`; everything else gets one here if it has none.
+    """
+    named = dict(body)
+    if not _has_default(named):
+        named.setdefault("id", fresh_id(named.get("version")))
+    return _post("/v1/updates", named, wait_s)
+
+
+def _post(path: str, body: Mapping[str, Any] | None = None, wait_s: float | None = None) -> Call:
+    """`wait_s`: how long to wait for the end of what is begun; None: the answer comes while it runs."""
+    if wait_s is None:
+        return Call("POST", path, body)
+    return Call("POST", path, body, (("wait", "true"),), wait_s)
+
+
+class EventParser:
+    """Server-sent events line by line, as the WHATWG HTML standard describes the format."""
+
+    def __init__(self) -> None:
+        self._name = "message"
+        self._data: list[str] = []
+
+    def feed(self, line: str) -> tuple[str, Mapping[str, Any]] | None:
+        """One line without its ending; the event that it completes as (name, data), if any. Comments and events without
+        a JSON object are skipped.
+        """
+        if line:
+            field, _, value = line.partition(":")
+            value = value.removeprefix(" ")
+            if field == "event":
+                self._name = value
+            elif field == "data":
+                self._data.append(value)
+            return None
+        name, text = self._name, "\n".join(self._data)
+        self._name, self._data = "message", []
+        try:
+            data = json.loads(text) if text else None
+        except ValueError:
+            return None
+        return (name, data) if isinstance(data, dict) else None
 
 
 def _has_default(body: Mapping[str, Any]) -> bool:

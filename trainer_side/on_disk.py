@@ -18,7 +18,6 @@ from trainer_side.session import LEASE_S
 from trainer_side.stream import Patience, late
 from trainer_side.weights import WeightSource, model_of
 from updater.core.errors import LiveweightsError, refuse
-from updater.schemas import UpdateState
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class FolderSending:
             body.setdefault("id", flows.fresh_id(body["version"]))
         if self._lease_s is not None:
             body["lease_s"] = self._lease_s
-        state = UpdateState.model_validate(self._link.run(flows.begin(body, wait=False, timeout_s=flows.CALL_S)))
+        state = self._link.run(flows.begin(body))
         self._running = RunningUpdate(self._link, state, lease_s=self._lease_s, hooks=self._hooks)
         return {}
 

@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, cast
 
-from trainer_side.client import UPDATE_S
+from trainer_side.flows import UPDATE_S
 from trainer_side.folder import SHARD_BYTES
 from trainer_side.hooks import Hooks
 from trainer_side.request import Terms

@@ -103,10 +103,10 @@ class RunningUpdate:
         return self.receipt()
 
     def seal(self, digests: Mapping[str, str]) -> UpdateState:
-        return UpdateState.model_validate(self._link.run(flows.seal(self.id, digests)))
+        return self._link.run(flows.seal(self.id, digests))
 
     def commit(self) -> UpdateState:
-        return UpdateState.model_validate(self._link.run(flows.verb(self.id, "commit")))
+        return self._link.run(flows.commit(self.id))
 
     def abort(self, failures: Iterable[Failure] = ()) -> LiveweightsError | None:
         """Ask for the end, and say why as far as it is the trainer's to say. Returns what kept it from being asked."""
@@ -138,6 +138,9 @@ class RunningUpdate:
     def _path(self) -> str:
         return flows.update_path(self.id)
 
+    def _asked(self, call: Call) -> UpdateState:
+        return self._link.run(flows.ask(UpdateState, call))
+
     @property
     def _over(self) -> bool:
         return self._state.receipt is not None or self._lost is not None
@@ -148,9 +151,7 @@ class RunningUpdate:
                 for name, data in self._link.events(self.id, self._cut):
                     self._hear(name, data)
                 # The end of the events is the end of the update, unless this reader was let go.
-                self._take(
-                    UpdateState.model_validate(self._link.run(flows.once(Call("GET", self._path, timeout_s=ASK_S))))
-                )
+                self._take(self._asked(Call("GET", self._path, timeout_s=ASK_S, tries=False)))
             except Unavailable:
                 pass  # asked again; how long that makes sense is for the lease or the caller to say
             except LiveweightsError as error:
@@ -203,7 +204,7 @@ class RunningUpdate:
                 return
             asked = time.monotonic()
             try:
-                self._link.run(flows.once(Call("POST", f"{self._path}/renew", timeout_s=lease_s / 3)))
+                self._asked(Call("POST", f"{self._path}/renew", timeout_s=lease_s / 3, tries=False))
                 renewed = asked
             except Unavailable as error:
                 if time.monotonic() - renewed >= lease_s:

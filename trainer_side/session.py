@@ -115,7 +115,7 @@ class UpdateSession:
         sender = self._sender
         source = {"kind": sender.kind, "address": sender.address, "session": sender.session}
         body = {**self._terms.body(), "source": source, "lease_s": self._lease_s}
-        state = UpdateState.model_validate(self._link.run(flows.begin_streamed(body, self._manifest)))
+        state = self._link.run(flows.begin_streamed(body, self._manifest))
         self._running = RunningUpdate(
             self._link, state, lease_s=self._lease_s, hooks=self._hooks, on_end=self._stop_sender
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Callable
 from typing import Any
@@ -28,11 +29,11 @@ Handler = Callable[[httpx.Request], httpx.Response]
 
 
 def client(handler: Handler, token: str = "secret-token") -> Client:
-    return Client("http://coordinator", token, transport=httpx.MockTransport(handler))
+    return Client("http://coordinator", token, transport=httpx.MockTransport(handler), backoff=0)
 
 
 def async_client(handler: Handler) -> AsyncClient:
-    return AsyncClient("http://coordinator", "secret-token", transport=httpx.MockTransport(handler))
+    return AsyncClient("http://coordinator", "secret-token", transport=httpx.MockTransport(handler), backoff=0)
 
 
 def failing(error: LiveweightsError, **extra: Any) -> Handler:
@@ -60,11 +61,6 @@ class Recorder:
 STREAMED: dict[str, Any] = {"source": {"kind": "broadcast", "address": "a", "session": "s"}, "version": 7}
 
 
-@pytest.fixture
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flows, "BACKOFF_S", (0.0,) * len(flows.BACKOFF_S))
-
-
 def test_update_waits_and_returns_the_receipt() -> None:
     asked = Recorder(httpx.Response(200, json=RECEIPT))
     receipt = client(asked).update({"path": "/ckpts/v7", "version": 7})
@@ -82,7 +78,6 @@ def test_no_token_sends_no_header() -> None:
     assert "authorization" not in asked.requests[0].headers
 
 
-@pytest.mark.usefixtures("no_waiting")
 def test_a_broken_connection_is_tried_again_under_the_same_id() -> None:
     asked = Recorder(httpx.ConnectError, httpx.RemoteProtocolError, httpx.Response(200, json=RECEIPT))
     assert client(asked).update(STREAMED).outcome == "committed"
@@ -91,7 +86,6 @@ def test_a_broken_connection_is_tried_again_under_the_same_id() -> None:
 
 
 @pytest.mark.case("F06")
-@pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize(
     ("body", "ids"),
     [
@@ -109,7 +103,6 @@ def test_two_pushes_have_two_ids_where_the_coordinator_knows_no_default(body: di
     assert len({sent["id"] for sent in asked.bodies() if "id" in sent}) == ids
 
 
-@pytest.mark.usefixtures("no_waiting")
 def test_nobody_there_is_unavailable_after_all_tries() -> None:
     asked = Recorder(*([httpx.ConnectError] * 20))
     with pytest.raises(Unavailable) as caught:
@@ -120,7 +113,6 @@ def test_nobody_there_is_unavailable_after_all_tries() -> None:
 
 
 @pytest.mark.case("F14")
-@pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize("url", ["ray://coordinator@liveweights", "http://10.0.0.1:8700"])
 def test_an_error_names_the_address_that_was_asked(url: str) -> None:
     def broken(_request: httpx.Request) -> httpx.Response:
@@ -130,11 +122,14 @@ def test_an_error_names_the_address_that_was_asked(url: str) -> None:
         return httpx.Response(200, json={"replica": "one"})
 
     async def asked(handler: Handler) -> None:
-        async with AsyncClient(url, transport=httpx.MockTransport(handler)) as link:
+        async with AsyncClient(url, transport=httpx.MockTransport(handler), backoff=0) as link:
             await link.version()
 
     for handler in (broken, other):
-        with pytest.raises(LiveweightsError) as caught, Client(url, transport=httpx.MockTransport(handler)) as link:
+        with (
+            pytest.raises(LiveweightsError) as caught,
+            Client(url, transport=httpx.MockTransport(handler), backoff=0) as link,
+        ):
             link.version()
         assert url in caught.value.failures[0].message
         with pytest.raises(LiveweightsError) as caught:
@@ -142,7 +137,6 @@ def test_an_error_names_the_address_that_was_asked(url: str) -> None:
         assert url in caught.value.failures[0].message
 
 
-@pytest.mark.usefixtures("no_waiting")
 def test_a_call_that_took_all_its_time_is_not_repeated() -> None:
     asked = Recorder(httpx.ReadTimeout, httpx.Response(200, json=RECEIPT))
     with pytest.raises(Unavailable):
@@ -223,6 +217,21 @@ def test_events_of_an_unknown_update_raise() -> None:
     assert caught.value.code == "not_found"
 
 
+def test_both_clients_have_the_same_methods_with_the_same_arguments_and_texts() -> None:
+    own = {"run", "events", "close"}
+    names = {name for name in dir(Client) if not name.startswith("_")}
+    assert names == {name for name in dir(AsyncClient) if not name.startswith("_")}
+    assert {"update", "rollback", "version", "seal"} <= names
+    for name in names - own:
+        one, other = getattr(Client, name), getattr(AsyncClient, name)
+        assert inspect.signature(one) == inspect.signature(other)
+        assert one.__doc__ == other.__doc__ != ""
+        assert inspect.iscoroutinefunction(other)
+    shown = inspect.signature(client(lambda _request: httpx.Response(200)).rollback)
+    assert str(shown.return_annotation) == "Receipt"
+    assert list(shown.parameters) == ["target", "expected_live", "timeout_s", "more"]
+
+
 def test_the_async_twin_says_and_reads_the_same() -> None:
     async def story() -> None:
         asked = Recorder(httpx.Response(200, json=RECEIPT), httpx.Response(200, content=STREAM))
@@ -238,7 +247,6 @@ def test_the_async_twin_says_and_reads_the_same() -> None:
     asyncio.run(story())
 
 
-@pytest.mark.usefixtures("no_waiting")
 def test_the_async_twin_tries_again() -> None:
     async def story() -> None:
         asked = Recorder(httpx.ConnectError, httpx.Response(200, json=RECEIPT))
