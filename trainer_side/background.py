@@ -11,7 +11,7 @@ import torch
 from trainer_side.carrier import Carrier
 from trainer_side.lockstep import Lockstep
 from trainer_side.on_disk import FolderSending
-from trainer_side.options import Asked
+from trainer_side.request import PushRequest
 from trainer_side.snapshot import Snapshot
 from trainer_side.stream import Leading, Sending, follow, publish
 from trainer_side.walk import digests_of, walk
@@ -57,28 +57,28 @@ class Background:
             self._threads.shutdown()
 
 
-def copied(source: WeightSource, asked: Asked, carrier: Carrier) -> Rest:
+def copied(source: WeightSource, request: PushRequest, carrier: Carrier) -> Rest:
     """Copy `source`, which may be written to when this returns. Collective; raises the same on every rank."""
     team, later = Lockstep(source.group), Lockstep(source.group, "background")
     kind = team.lead((lambda: {"kind": carrier.kind()}) if source.is_sender else None)["kind"]
     if kind == "disk":
-        return _written(source, asked, carrier, team, later)
+        return _written(source, request, carrier, team, later)
     device = None if kind == "cuda_ipc" else "cpu"
     snapshot = Snapshot(source, lambda tensor: tensor.to(device or tensor.device, copy=True), team)
-    return lambda: publish(snapshot, lambda known: carrier.sending(snapshot, known, asked), team=later)
+    return lambda: publish(snapshot, lambda known: carrier.sending(snapshot, known, request), team=later)
 
 
-def _written(source: WeightSource, asked: Asked, carrier: Carrier, team: Lockstep, later: Lockstep) -> Rest:
+def _written(source: WeightSource, request: PushRequest, carrier: Carrier, team: Lockstep, later: Lockstep) -> Rest:
     """The copy is the folder that the fleet will read."""
     known = digests_of(source, team)
     with Leading(team, source.is_sender) as leading:
-        leading.make(lambda: carrier.writing(source, known, asked))
+        leading.make(lambda: carrier.writing(source, known, request))
         failed = walk(source, leading.sending, team)
         if failed is not None:
             raise failed
         told = leading.step(lambda sending: {"folder": str(_folder_of(sending).written())})
     folder = Path(told["folder"])
-    return lambda: follow(lambda: carrier.written(folder, asked), source.is_sender, later)
+    return lambda: follow(lambda: carrier.written(folder, request), source.is_sender, later)
 
 
 def _folder_of(sending: Sending) -> FolderSending:

@@ -9,11 +9,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from trainer_side import flows
-from trainer_side.folder import FolderWriter
 from trainer_side.on_disk import FolderSending, Shelf
-from trainer_side.options import DIRECTORY_ENV, Asked, Options
+from trainer_side.options import DIRECTORY_ENV, PusherOptions
+from trainer_side.request import PushRequest
 from trainer_side.running import Link
-from trainer_side.session import LEASE_S, UpdateSession
+from trainer_side.session import UpdateSession
 from trainer_side.stream import Sending, StreamSending
 from trainer_side.weights import WeightSource, model_of
 from transports.hashes import folder_document
@@ -28,18 +28,18 @@ from updater.model_document import known as known_model
 class Carrier:
     """Makes what the sending rank needs for one push. Used by one push at a time."""
 
-    def __init__(self, link: Link, options: Options) -> None:
+    def __init__(self, link: Link, options: PusherOptions) -> None:
         self._link, self._options = link, options
-        root = options.directory or os.environ.get(DIRECTORY_ENV)
-        source = Path(options.config_from) if options.config_from else None
-        self._shelf = Shelf(Path(root).resolve(), source, options.keep, options.shard_bytes) if root else None
+        root = options["directory"] or os.environ.get(DIRECTORY_ENV)
+        source = Path(options["config_from"]) if options["config_from"] else None
+        self._shelf = Shelf(Path(root).resolve(), source, options["keep"], options["shard_bytes"]) if root else None
         self._senders: dict[str, StreamSender] = {}
 
     def folder(self, weights: object) -> Path | None:
         """The checkpoint that the fleet reads by itself, if `weights` are the path of one. Raises Rejected."""
-        if not isinstance(weights, str | os.PathLike) or self._options.transport not in ("auto", "disk"):
+        if not isinstance(weights, str | os.PathLike) or self._options["transport"] not in ("auto", "disk"):
             return None
-        if self._options.dtypes:
+        if self._options["dtypes"]:
             raise refuse(
                 "bad_request",
                 "dtypes: a checkpoint on disk is read as it lies there",
@@ -52,57 +52,53 @@ class Carrier:
 
     def kind(self) -> str:
         """Of the transport; `auto` looks where the replicas are."""
-        if self._options.transport != "auto":
-            return self._options.transport
+        if self._options["transport"] != "auto":
+            return self._options["transport"]
         if self._shelf is not None:
             return "disk"
         members = self._link.run(flows.get("/v1/fleet")).get("members", ())
         here = all(_on_this_machine(str(member.get("url", ""))) for member in members)
         return "shared_memory" if here else "broadcast"
 
-    def sending(self, source: WeightSource, known: Mapping[str, str], asked: Asked) -> Sending:
+    def sending(self, source: WeightSource, known: Mapping[str, str], request: PushRequest) -> Sending:
         """`known`: digests of the source that are known ahead."""
         kind = self.kind()
         if kind == "disk":
-            return self.writing(source, known, asked)
+            return self.writing(source, known, request)
         session = UpdateSession(
             self._link,
             self._sender(kind),
             source.specs,
-            asked.terms,
+            request,
             digests=known,
             ties=source.ties,
             manifest={"model": self._model(source)},
-            lease_s=LEASE_S if asked.lease_s is None else asked.lease_s,
-            stall_s=self._options.stall_s,
-            timeout_s=asked.timeout_s,
-            bucket_bytes=self._options.bucket_bytes,
-            hooks=asked.hooks,
-            progress=asked.progress,
+            stall_s=self._options["stall_s"],
+            bucket_bytes=self._options["bucket_bytes"],
         )
-        return StreamSending(session, asked.timeout_s)
+        return StreamSending(session, request.timeout_s)
 
     def _model(self, source: WeightSource) -> ModelDocument | None:
         """Config, tokenizer and quantisation: of the folder that `config_from` names, else what the source says."""
-        if self._options.config_from is None:
+        if self._options["config_from"] is None:
             return model_of(source)
-        folder = os.path.abspath(self._options.config_from)
+        folder = os.path.abspath(self._options["config_from"])
         return known_model(folder_document(folder, ("/",)))
 
-    def writing(self, source: WeightSource, known: Mapping[str, str], asked: Asked) -> FolderSending:
+    def writing(self, source: WeightSource, known: Mapping[str, str], request: PushRequest) -> FolderSending:
         """Of a folder that does not exist yet. Raises Rejected where it is not said where to write."""
         if self._shelf is None:
             raise refuse("bad_request", f"say where to write: directory=... or {DIRECTORY_ENV}")
-        writer = self._shelf.writer(self._link.run(asked.terms.label()), source, known, asked.progress)
-        return self._of(writer, asked, self._shelf)
+        writer = self._shelf.writer(self._link.run(request.label()), source, known, request.progress)
+        return FolderSending(self._link, request, writer, self._shelf)
 
-    def written(self, folder: Path, asked: Asked) -> FolderSending:
+    def written(self, folder: Path, request: PushRequest) -> FolderSending:
         """Of one that `writing` has filled."""
-        return self._of(folder, asked, self._shelf)
+        return FolderSending(self._link, request, folder, self._shelf)
 
-    def as_it_lies(self, folder: Path, asked: Asked) -> FolderSending:
+    def as_it_lies(self, folder: Path, request: PushRequest) -> FolderSending:
         """Of one that is the caller's, and stays."""
-        return self._of(folder, asked, None)
+        return FolderSending(self._link, request, folder)
 
     def close(self) -> None:
         """After the last push."""
@@ -110,20 +106,9 @@ class Carrier:
             sender.close()
         self._senders.clear()
 
-    def _of(self, folder: Path | FolderWriter, asked: Asked, shelf: Shelf | None) -> FolderSending:
-        return FolderSending(
-            self._link,
-            asked.terms,
-            folder,
-            hooks=asked.hooks,
-            lease_s=asked.lease_s,
-            timeout_s=asked.timeout_s,
-            shelf=shelf,
-        )
-
     def _sender(self, kind: str) -> StreamSender:
         if kind not in self._senders:
-            self._senders[kind] = make_sender(kind, **(self._options.sender_options or {}))
+            self._senders[kind] = make_sender(kind, **(self._options["sender_options"] or {}))
         return self._senders[kind]
 
 

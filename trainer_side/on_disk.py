@@ -10,9 +10,8 @@ import torch
 
 from trainer_side import flows, retention
 from trainer_side.folder import SHARD_BYTES, FolderWriter
-from trainer_side.hooks import Hooks
 from trainer_side.lockstep import Told
-from trainer_side.request import Terms
+from trainer_side.request import PushRequest
 from trainer_side.running import Link, RunningUpdate
 from trainer_side.session import LEASE_S
 from trainer_side.stream import Patience, late
@@ -52,18 +51,14 @@ class FolderSending:
     def __init__(
         self,
         link: Link,
-        terms: Terms,
+        request: PushRequest,
         folder: Path | FolderWriter,
-        *,
-        hooks: Hooks | None,
-        lease_s: float | None,
-        timeout_s: float,
         shelf: Shelf | None = None,
     ) -> None:
-        self._link, self._terms, self._folder, self._shelf = link, terms, folder, shelf
-        self._hooks, self._patience = hooks or Hooks(), Patience(timeout_s)
-        manual = terms.policy.get("commit") == "manual"
-        self._lease_s = LEASE_S if lease_s is None and manual else lease_s
+        self._link, self._request, self._folder, self._shelf = link, request, folder, shelf
+        self._patience = Patience(request.timeout_s)
+        manual = request.policy.get("commit") == "manual"
+        self._lease_s = LEASE_S if request.lease_s is None and manual else request.lease_s
         self._running: RunningUpdate | None = None
 
     def prepare(self) -> Told:
@@ -78,13 +73,13 @@ class FolderSending:
         if failed is not None:
             raise failed
         self.written()
-        body = {**self._terms.body(), "path": str(self._folder)}
+        body = {**self._request.body(), "path": str(self._folder)}
         if self._shelf is not None:  # written for this push alone: no other request is the same
             body.setdefault("id", flows.fresh_id(body["version"]))
         if self._lease_s is not None:
             body["lease_s"] = self._lease_s
         state = self._link.run(flows.begin(body))
-        self._running = RunningUpdate(self._link, state, lease_s=self._lease_s, hooks=self._hooks)
+        self._running = RunningUpdate(self._link, state, lease_s=self._lease_s, hooks=self._request.hooks)
         return {}
 
     def written(self) -> Path:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -14,7 +15,14 @@ from trainer_side.carrier import Carrier
 from trainer_side.client import Client
 from trainer_side.fitted import fitted
 from trainer_side.lockstep import Lockstep
-from trainer_side.options import Asked, Asking, Options, PusherOptions, PushOptions, parted
+from trainer_side.options import (
+    PUSH_DEFAULTS,
+    PUSHER_DEFAULTS,
+    PusherOptions,
+    PushOptions,
+    parted,
+)
+from trainer_side.request import REQUEST_DEFAULTS, PushRequest, RequestOptions, complete, keywords
 from trainer_side.running import Link
 from trainer_side.sources import as_source
 from trainer_side.sources.casts import ENGINE
@@ -28,11 +36,12 @@ from updater.schemas import Receipt
 class Pusher:
     """Publishes version after version. Holds the client and the sender, whose groups and buffers outlive a push.
 
-    `options`: see `options.Options`. `link`: speaks to the coordinator instead of a client of `url`.
+    `options`: see `options.PusherOptions`. `link`: speaks to the coordinator instead of a client of `url`.
 
     Every rank of the trainer makes one and calls the same methods in the same order. One push at a time.
     """
 
+    @keywords(PusherOptions, PUSHER_DEFAULTS)
     def __init__(
         self,
         url: str | None = None,
@@ -41,7 +50,7 @@ class Pusher:
         link: Link | None = None,
         **options: Unpack[PusherOptions],
     ) -> None:
-        self._options = Options(**options)
+        self._options = complete(options, PUSHER_DEFAULTS)
         self._client: Client | None = None
         if link is None:
             link = self._client = Client(url, token)
@@ -50,29 +59,31 @@ class Pusher:
         self._one_at_a_time = threading.Lock()
         self._background = Background()
 
-    def push(self, weights: Weights, version: int | str | Version, **asking: Unpack[Asking]) -> Receipt:
+    @keywords(RequestOptions, REQUEST_DEFAULTS)
+    def push(self, weights: Weights, version: int | str | Version, **options: Unpack[RequestOptions]) -> Receipt:
         """Publish and wait for the receipt, which every rank returns. See `push` of this module.
 
-        `asking`: see `options.Asked`. A copy that is still being published in the background comes first.
+        `options`: see `request.RequestOptions`. A copy that is still being published in the background comes first.
         """
-        asked = Asked(version, **asking)
+        request = PushRequest.of(version, **options)
         with self._one_at_a_time:
             self._background.settle()
             folder = self._carrier.folder(weights)
             if folder is not None:
-                return follow(lambda: self._carrier.as_it_lies(folder, asked), True, Lockstep(None))
-            source, asked = self._source(weights, asked)
-            return publish(source, lambda known: self._carrier.sending(source, known, asked))
+                return follow(lambda: self._carrier.as_it_lies(folder, request), True, Lockstep(None))
+            source, request = self._source(weights, request)
+            return publish(source, lambda known: self._carrier.sending(source, known, request))
 
+    @keywords(RequestOptions, REQUEST_DEFAULTS)
     def push_async(
-        self, weights: Weights, version: int | str | Version, **asking: Unpack[Asking]
+        self, weights: Weights, version: int | str | Version, **options: Unpack[RequestOptions]
     ) -> Coroutine[Any, Any, Receipt]:
         """Copy the weights, return, and publish the copy in the background; the coroutine only waits for the receipt.
 
         Over disk the copy is the folder; else the sending rank holds all tensors in host memory meanwhile (on their
         device for `cuda_ipc`). The copy is collective, like a push. A bare step is taken as one of the run live now.
         """
-        return _receipt(self._start(weights, Asked(version, **asking)))
+        return _receipt(self._start(weights, PushRequest.of(version, **options)))
 
     def close(self) -> None:
         """After the last push. What was begun in the background is waited for."""
@@ -89,23 +100,24 @@ class Pusher:
     ) -> None:
         self.close()
 
-    def _source(self, weights: Weights, asked: Asked) -> tuple[WeightSource, Asked]:
-        if self._options.dtypes != ENGINE:
-            return as_source(weights, dtypes=self._options.dtypes), asked
+    def _source(self, weights: Weights, request: PushRequest) -> tuple[WeightSource, PushRequest]:
+        if self._options["dtypes"] != ENGINE:
+            return as_source(weights, dtypes=self._options["dtypes"]), request
         casts, fingerprint = fitted(self._link, as_source(weights))
-        return as_source(weights, dtypes=casts), asked.expecting(fingerprint)
+        return as_source(weights, dtypes=casts), replace(request, dtypes=fingerprint)
 
-    def _start(self, weights: Weights, asked: Asked) -> Future[Receipt]:
+    def _start(self, weights: Weights, request: PushRequest) -> Future[Receipt]:
         with self._one_at_a_time:
             self._background.settle()
             folder = self._carrier.folder(weights)
             if folder is not None:
                 as_it_lies = self._carrier.as_it_lies
-                return self._background.begin(lambda: follow(lambda: as_it_lies(folder, asked), True, Lockstep(None)))
-            source, asked = self._source(weights, asked)
-            return self._background.begin(copied(source, asked, self._carrier))
+                return self._background.begin(lambda: follow(lambda: as_it_lies(folder, request), True, Lockstep(None)))
+            source, request = self._source(weights, request)
+            return self._background.begin(copied(source, request, self._carrier))
 
 
+@keywords(PushOptions, PUSH_DEFAULTS)
 def push(
     weights: Weights,
     version: int | str | Version,
@@ -120,8 +132,8 @@ def push(
     trainer of several ranks every rank calls this, and every rank returns the receipt or raises the same error.
     `version`: a step of the current run, `run-step`, or a `Version`.
     `options`: `transport`, `directory`, `config_from`, `keep`, `shard_bytes`, `dtypes`, `bucket_bytes`, `stall_s`,
-    `sender_options` as in `options.Options`; `policy`, `allow_suspicious`, `layouts`, `allow_config`, `hooks`, `id`,
-    `base_version`, `lease_s`, `timeout_s`, `progress` as in `options.Asked`.
+    `sender_options` as in `options.PusherOptions`; `policy`, `allow_suspicious`, `layouts`, `allow_config`, `hooks`,
+    `id`, `base_version`, `lease_s`, `timeout_s`, `progress` as in `request.RequestOptions`.
 
     Raises Rejected, Aborted or RolledBack (with `error.receipt`, saying what is live), Unavailable, Unauthorized.
     """
@@ -130,6 +142,7 @@ def push(
         return pusher.push(weights, version, **asking)
 
 
+@keywords(PushOptions, PUSH_DEFAULTS)
 def push_async(
     weights: Weights,
     version: int | str | Version,
@@ -145,7 +158,7 @@ def push_async(
     making, asking = parted(options)
     pusher = Pusher(url, token, **making)
     try:
-        return _receipt(pusher._start(weights, Asked(version, **asking)), pusher)
+        return _receipt(pusher._start(weights, PushRequest.of(version, **asking)), pusher)
     except BaseException:
         pusher.close()
         raise

@@ -20,9 +20,10 @@ import torch
 
 from trainer_side import flows
 from trainer_side.causes import cause_of
+from trainer_side.flows import UPDATE_S
 from trainer_side.hooks import Hooks
 from trainer_side.packing import Packer
-from trainer_side.request import Terms
+from trainer_side.request import Progress, PushRequest, silent
 from trainer_side.running import END_S, Link, RunningUpdate
 from transports.buckets import BUCKET_BYTES, StreamPlan
 from transports.stream import StreamSender
@@ -63,7 +64,8 @@ def promised(
 
 class UpdateSession:
     """`specs` in the order in which the tensors will be put. `digests`: what is known of them (16 hex digits); the rest
-    is computed as they pass and sealed. `sender`: open for many sessions, one at a time; it stays open.
+    is computed as they pass and sealed. `sender`: open for many sessions, one at a time; it stays open. `version`: or a
+    whole `PushRequest`, in the place of all arguments that it has too.
 
     Entering begins the update, waits until its receivers are known and meets them. Leaving by an exception aborts it;
     leaving otherwise waits for its receipt, and a session that was never sealed is an abort. While it lasts the lease
@@ -78,7 +80,7 @@ class UpdateSession:
         link: Link,
         sender: StreamSender,
         specs: Mapping[str, TensorSpec],
-        version: int | str | Version | Terms,
+        version: int | str | Version | PushRequest,
         *,
         digests: Mapping[str, str] | None = None,
         ties: tuple[tuple[str, str], ...] = (),
@@ -86,22 +88,33 @@ class UpdateSession:
         policy: Policy | Mapping[str, Any] | None = None,
         id: str | None = None,
         base_version: str | Version | None = None,
-        lease_s: float = LEASE_S,
+        lease_s: float | None = None,
         stall_s: float = STALL_S,
-        timeout_s: float = 1800.0,
+        timeout_s: float = UPDATE_S,
         bucket_bytes: int = BUCKET_BYTES,
         hooks: Hooks | None = None,
-        progress: Callable[[int], None] = lambda _bytes: None,
+        progress: Progress = silent,
     ) -> None:
         known = {name: digest for name, digest in (digests or {}).items() if digest}
-        self._link, self._sender, self._hooks = link, sender, hooks or Hooks()
-        self._terms = version if isinstance(version, Terms) else Terms.of(version, policy, id, base_version)
+        self._link, self._sender = link, sender
+        if not isinstance(version, PushRequest):
+            version = PushRequest.of(
+                version,
+                policy=policy,
+                id=id,
+                base_version=base_version,
+                lease_s=lease_s,
+                timeout_s=timeout_s,
+                hooks=hooks,
+                progress=progress,
+            )
+        self._request = version
+        self._lease_s = LEASE_S if version.lease_s is None else version.lease_s
         self._manifest = promised(specs.values(), known, ties, **(manifest or {}))
         self._plan = StreamPlan(tuple(specs.values()), bucket_bytes)
         self._plan.check()
         self._packer = Packer(self._plan, sender, known, stall_s)
-        self._lease_s, self._stall_s, self._timeout_s = lease_s, stall_s, timeout_s
-        self._progress = progress
+        self._stall_s = stall_s
         self._running: RunningUpdate | None = None
         self._opened = False  # the sender has met, or tried to meet, the receivers
         self._sealed = False
@@ -114,10 +127,10 @@ class UpdateSession:
         """Ask for the update. Raises what the coordinator refuses at the door."""
         sender = self._sender
         source = {"kind": sender.kind, "address": sender.address, "session": sender.session}
-        body = {**self._terms.body(), "source": source, "lease_s": self._lease_s}
+        body = {**self._request.body(), "source": source, "lease_s": self._lease_s}
         state = self._link.run(flows.begin_streamed(body, self._manifest))
         self._running = RunningUpdate(
-            self._link, state, lease_s=self._lease_s, hooks=self._hooks, on_end=self._stop_sender
+            self._link, state, lease_s=self._lease_s, hooks=self._request.hooks, on_end=self._stop_sender
         )
         return state
 
@@ -149,7 +162,7 @@ class UpdateSession:
         """
         self._begun()
         spec = self._packer.check(name, tensor)
-        self._progress(self._guard(lambda: self._packer.send(spec, tensor)))
+        self._request.progress(self._guard(lambda: self._packer.send(spec, tensor)))
 
     def seal(self) -> None:
         """Everything was put: wait until it has arrived, and promise the digests that were computed on the way."""
@@ -181,7 +194,7 @@ class UpdateSession:
 
     def wait(self) -> Receipt:
         """The receipt of the committed update. Raises what else it ended as."""
-        return self._begun().wait(self._timeout_s)
+        return self._begun().wait(self._request.timeout_s)
 
     def receipt(self) -> Receipt:
         """Of an update that ended. Raises what else than `committed` it ended as."""
@@ -220,7 +233,7 @@ class UpdateSession:
     def __enter__(self) -> Self:
         try:
             self.begin()
-            if not self.offered(self._timeout_s):
+            if not self.offered(self._request.timeout_s):
                 raise self.abort(Unavailable(Failure("unreachable", "staging did not begin in time")))
             self.open()
         except BaseException as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import threading
 from collections.abc import Iterator
@@ -12,9 +11,11 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 
+import trainer_side
 from trainer_side import Pusher, push, push_async
 from trainer_side.background import Background
-from trainer_side.options import Asked, Asking, Options, PusherOptions, PushOptions, parted
+from trainer_side.options import PUSHER_DEFAULTS, PusherOptions, PushOptions, parted
+from trainer_side.request import REQUEST_DEFAULTS, PushRequest, RequestOptions
 from trainer_side.testing import RECEIPT, FakeCoordinator
 from updater.core.errors import Rejected
 from updater.core.policy import Policy, SourceLayout
@@ -27,17 +28,14 @@ def coordinator() -> Iterator[FakeCoordinator]:
         yield running
 
 
-@pytest.mark.parametrize(("values", "names", "beside"), [(Options, PusherOptions, set()), (Asked, Asking, {"version"})])
-def test_the_signature_and_the_values_are_one_list(values: Any, names: Any, beside: set[str]) -> None:
-    hints = get_type_hints(values)
-    fields = {field.name: hints[field.name] for field in dataclasses.fields(values) if field.init}
-    assert {name: hint for name, hint in fields.items() if name not in beside} == get_type_hints(names)
-    assert set(fields) >= beside
+@pytest.mark.parametrize(("kind", "defaults"), [(PusherOptions, PUSHER_DEFAULTS), (RequestOptions, REQUEST_DEFAULTS)])
+def test_every_option_has_a_default(kind: Any, defaults: Any) -> None:
+    assert list(get_type_hints(kind)) == list(defaults)
 
 
 def test_no_name_is_both_the_pushers_and_the_pushs() -> None:
-    assert not set(get_type_hints(PusherOptions)) & set(get_type_hints(Asking))
-    assert set(get_type_hints(PushOptions)) == set(get_type_hints(PusherOptions)) | set(get_type_hints(Asking))
+    assert not set(get_type_hints(PusherOptions)) & set(get_type_hints(RequestOptions))
+    assert set(get_type_hints(PushOptions)) == set(get_type_hints(PusherOptions)) | set(get_type_hints(RequestOptions))
     assert parted({"keep": 1, "id": "x"}) == ({"keep": 1}, {"id": "x"})
 
 
@@ -67,10 +65,8 @@ OF_PUSH = {
 
 
 def test_the_defaults_are_what_they_were() -> None:
-    assert {field.name: field.default for field in dataclasses.fields(Options)} == OF_PUSHER
-    asked = {field.name: field.default for field in dataclasses.fields(Asked) if field.init}
-    assert {name: asked[name] for name in OF_PUSH} == OF_PUSH
-    assert set(asked) == {*OF_PUSH, "version", "progress"}
+    assert PUSHER_DEFAULTS == OF_PUSHER
+    assert {name: value for name, value in REQUEST_DEFAULTS.items() if name != "progress"} == OF_PUSH
 
 
 def test_every_option_is_taken_wherever_it_was_taken(coordinator: FakeCoordinator, tmp_path: Path) -> None:
@@ -116,19 +112,28 @@ def test_keys_that_may_differ_are_part_of_the_policy(coordinator: FakeCoordinato
 def test_a_name_that_nothing_takes_is_refused(call: Any, coordinator: FakeCoordinator) -> None:
     with pytest.raises(TypeError):
         call(url=coordinator.url, directry="misspelt")
+    with Pusher(coordinator.url) as pusher, pytest.raises(TypeError):
+        pusher.push({}, 7, polcy={})  # type: ignore[call-arg]
     assert coordinator.paths == []
 
 
 def test_a_version_that_is_none_is_refused_where_it_is_named() -> None:
     with pytest.raises(Rejected) as caught:
-        Asked("v7")
+        PushRequest.of("v7")
     assert caught.value.code == "bad_request"
 
 
-def test_the_public_calls_say_what_they_take_first() -> None:
-    assert list(inspect.signature(push).parameters) == ["weights", "version", "url", "token", "options"]
-    assert list(inspect.signature(push_async).parameters) == ["weights", "version", "url", "token", "options"]
-    assert list(inspect.signature(Pusher).parameters) == ["url", "token", "link", "options"]
+def test_the_public_calls_show_every_keyword() -> None:
+    def shown(call: Any) -> dict[str, Any]:
+        return {name: each.default for name, each in inspect.signature(call).parameters.items()}
+
+    first, addresses = {"weights": inspect.Parameter.empty, "version": inspect.Parameter.empty}, {"url": None}
+    everything = {**first, **addresses, "token": None, **PUSHER_DEFAULTS, **REQUEST_DEFAULTS}
+    assert shown(push) == shown(push_async) == everything
+    assert shown(Pusher) == {**addresses, "token": None, "link": None, **PUSHER_DEFAULTS}
+    assert (
+        shown(Pusher.push) == shown(Pusher.push_async) == {"self": inspect.Parameter.empty, **first, **REQUEST_DEFAULTS}
+    )
 
 
 def test_what_was_begun_in_the_background_comes_before_the_next_push() -> None:
@@ -155,5 +160,10 @@ def test_what_was_begun_in_the_background_comes_before_the_next_push() -> None:
 
 @pytest.mark.case("F26")
 def test_a_step_may_be_a_text_as_on_the_command_line() -> None:
-    assert Asked("7").terms.version == 7
-    assert Asked("2-7").terms.version == "2-7"
+    assert PushRequest.of("7").version == 7
+    assert PushRequest.of("2-7").version == "2-7"
+
+
+def test_the_package_lists_its_names_before_they_are_loaded() -> None:
+    assert set(dir(trainer_side)) == set(trainer_side.__all__)
+    assert all(getattr(trainer_side, name) is not None for name in dir(trainer_side))
