@@ -19,7 +19,7 @@ import torch
 from engine_adapter.ray_replica import start_replica, stop_replica
 from engine_adapter.replica.launch import settings as replica_settings
 from engine_adapter.testing import fixture_config, make_toy_checkpoint, toy_tensors
-from trainer_side.ray import push_ray
+from trainer_side import push
 from updater.ray_actor import start_coordinator, stop_coordinator
 from updater.settings import Settings
 
@@ -38,7 +38,8 @@ class Trainer:
         """One step of training, and its weights to all replicas."""
         for tensor in self._weights.values():
             tensor.mul_(torch.tensor(1.0 + 0.01 * number).to(tensor.dtype))
-        receipt = push_ray(self._weights, number, coordinator=self._coordinator, directory=self._folder)
+        url = ray.get(self._coordinator.address.remote())
+        receipt = push(self._weights, number, url=url, directory=self._folder)
         return receipt.model_dump(mode="json")
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -19,10 +19,10 @@ from typing import IO, Self
 import torch
 
 from trainer_side.packing import check_tensor
-from trainer_side.weights import WeightSource, model_of
+from trainer_side.request import Progress, silent
 from transports.digest import tensor_digest, to_hex
 from transports.hashes import folder_document, folder_hashes
-from updater.core.errors import Rejected, refuse
+from updater.core.errors import refuse
 from updater.manifest import FILE_NAME, Manifest, TensorEntry, TensorSpec
 from updater.model_document import ModelDocument, known
 
@@ -43,10 +43,6 @@ COMPANIONS = (
     "vocab.json",
     "vocab.txt",
 )
-Progress = Callable[[int], None]
-
-
-def _silent(_bytes: int) -> None: ...
 
 
 class FolderWriter:
@@ -67,7 +63,7 @@ class FolderWriter:
         model: ModelDocument | None = None,
         source_revision: str = "",
         shard_bytes: int = SHARD_BYTES,
-        progress: Progress = _silent,
+        progress: Progress = silent,
     ) -> None:
         self.target = target
         self._ties, self._source_revision = ties, source_revision
@@ -162,39 +158,6 @@ class FolderWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.discard()
-
-
-def write_folder(
-    weights: WeightSource,
-    target: Path,
-    *,
-    config_from: Path | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    source_revision: str = "",
-    progress: Progress = _silent,
-) -> Manifest:
-    """Write the source of one process to `target` and return its manifest.
-
-    Raises Rejected (`source_changed`) and leaves nothing behind if a tensor was written to meanwhile.
-    """
-    writer = FolderWriter(
-        target,
-        weights.specs,
-        digests=weights.digests(),
-        ties=weights.ties,
-        config_from=config_from,
-        model=model_of(weights),
-        source_revision=source_revision,
-        shard_bytes=shard_bytes,
-        progress=progress,
-    )
-    with writer:
-        for name, tensor in weights.tensors():
-            if tensor is None:
-                raise Rejected(*refuse("bad_request", "this rank does not get the tensors", tensor=name).failures)
-            writer.put(name, tensor)
-        weights.check_untouched()
-        return writer.finish()
 
 
 def _header(shard: Sequence[TensorSpec]) -> bytes:

@@ -1,8 +1,8 @@
 """The coordinator as a named Ray actor: the same coordinator, routes and journal as behind HTTP. A composition root.
 
 Verbs take and answer JSON-ready values: `{"status": 200, "body": {...}}`, where every other status comes with a problem
-document. `trainer_side.ray` turns those into typed errors. What has to be quick has a concurrency group of its own,
-so that clients that wait for receipts cannot starve it.
+document. A `trainer_side.Client` of the actor's address turns those into typed errors. What has to be quick has a
+concurrency group of its own, so that clients that wait for receipts cannot starve it.
 """
 
 from __future__ import annotations

@@ -129,7 +129,6 @@ def test_nothing_but_the_entry_point_imports_a_composition_root() -> None:
 
 #: The modules that need Ray. Others may name the first of them inside a function.
 RAY = {"updater.ray_calls", "updater.ray_participant", "updater.ray_actor", "engine_adapter.ray_replica"}
-RAY |= {"trainer_side.ray"}
 
 
 @pytest.mark.slow

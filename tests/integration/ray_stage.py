@@ -20,9 +20,10 @@ from ray.exceptions import RayActorError
 from engine_adapter.ray_replica import start_replica, stop_replica
 from engine_adapter.testing import Reference, fixture_config, make_toy_checkpoint, toy_tensors
 from engine_adapter.testing.fronts import PROMPT, toy_settings
-from trainer_side.ray import RayClient, push_ray
+from trainer_side import Client, push
 from updater.core.errors import LiveweightsError, Unavailable
 from updater.ray_actor import start_coordinator, stop_coordinator
+from updater.ray_calls import address_of
 from updater.schemas import Receipt
 from updater.settings import Deadlines, Settings
 
@@ -117,7 +118,7 @@ class Fleet:
     home: Path
     namespace: str
     coordinator: Any
-    client: RayClient
+    client: Client
     replicas: dict[str, Any] = field(default_factory=dict)
     steps: int = 0
 
@@ -187,7 +188,7 @@ def ray_fleet(home: Path, namespace: str) -> Iterator[Fleet]:
     make_toy_checkpoint(home / "b", seed=8)
     settings = Settings(state=home / "state", roots=(home,), deadlines=DEADLINES, new_fleet=True)
     coordinator = start_coordinator(settings, namespace=namespace)
-    fleet = Fleet(home, namespace, coordinator, RayClient(coordinator))
+    fleet = Fleet(home, namespace, coordinator, Client(str(address_of(coordinator))))
     try:
         yield fleet
     finally:
@@ -202,11 +203,11 @@ class Trainer:
 
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
-        self._client = RayClient(coordinator)
+        self._client = Client(str(address_of(coordinator)))
 
     def push(self, seed: int, step: int, **options: Any) -> dict[str, Any]:
         weights = toy_tensors(fixture_config("M0"), seed)
-        return push_ray(weights, step, coordinator=self._coordinator, **options).model_dump(mode="json")
+        return push(weights, step, url=str(address_of(self._coordinator)), **options).model_dump(mode="json")
 
     def rollback(self) -> dict[str, Any]:
         return self._client.rollback().model_dump(mode="json")

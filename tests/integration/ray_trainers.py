@@ -53,6 +53,7 @@ class TrainerRank:
             parallel_state.destroy_model_parallel()
 
     def _pushed(self, weights: Any, step: int, options: dict[str, Any]) -> dict[str, Any]:
-        from trainer_side.ray import push_ray
+        from trainer_side import push
+        from updater.ray_calls import address_of
 
-        return push_ray(weights, step, coordinator=self._coordinator, **options).model_dump(mode="json")
+        return push(weights, step, url=str(address_of(self._coordinator)), **options).model_dump(mode="json")

@@ -34,8 +34,8 @@ from tests.integration.ray_stage import (
     two_nodes,
     until,
 )
+from trainer_side import AsyncClient
 from trainer_side.client import Cut
-from trainer_side.ray import AsyncRayClient
 from updater.core.errors import LiveweightsError, Rejected, Unavailable
 from updater.ray_actor import start_coordinator, stop_coordinator
 from updater.settings import STATE_ENV, Settings
@@ -148,7 +148,7 @@ def test_the_async_client_and_a_cut_stream_of_events(fleet: Fleet) -> None:
     assert fleet.client.status(update).phase == "ready"
 
     async def over() -> list[str]:
-        async with AsyncRayClient("coordinator", fleet.namespace) as client, asyncio.timeout(HANG_S):
+        async with AsyncClient(f"ray://coordinator@{fleet.namespace}") as client, asyncio.timeout(HANG_S):
             assert (await client.version()).version == fleet.client.version().version
             with pytest.raises(Rejected):
                 await client.status("nobody")

@@ -10,8 +10,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from trainer_side.folder import INDEX_NAME, write_folder
-from trainer_side.source import take
+from tests.unit.trainer_side.written import write_folder
+from trainer_side.folder import INDEX_NAME
+from trainer_side.sources import as_source
 from transports.digest import tensor_digest, to_hex
 from updater.core.errors import Rejected
 from updater.manifest import FILE_NAME, Manifest
@@ -40,7 +41,7 @@ def test_what_is_written_is_what_was_given(tmp_path: Path) -> None:
         bytes8=torch.arange(4, dtype=torch.float32).to(torch.float8_e4m3fn),
         long=torch.tensor([-1, 1 << 40]),
     )
-    manifest = write_folder(take(weights), tmp_path / "0-7")
+    manifest = write_folder(as_source(weights), tmp_path / "0-7")
     back = loaded(tmp_path / "0-7")
     assert set(back) == set(weights)
     for name, tensor in weights.items():
@@ -53,7 +54,7 @@ def test_what_is_written_is_what_was_given(tmp_path: Path) -> None:
 
 def test_every_tensor_is_aligned_to_its_items(tmp_path: Path) -> None:
     weights = {"a": torch.zeros(3, dtype=torch.uint8), "b": torch.zeros(3, dtype=torch.float64), "c": torch.zeros(1)}
-    write_folder(take(weights), tmp_path / "v")
+    write_folder(as_source(weights), tmp_path / "v")
     raw = (tmp_path / "v" / "model.safetensors").read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8:start])
@@ -63,7 +64,7 @@ def test_every_tensor_is_aligned_to_its_items(tmp_path: Path) -> None:
 
 def test_shards_have_an_index_that_names_every_tensor(tmp_path: Path) -> None:
     weights = {f"layer.{i}.weight": torch.full((16,), float(i)) for i in range(5)}
-    write_folder(take(weights), tmp_path / "v", shard_bytes=128)
+    write_folder(as_source(weights), tmp_path / "v", shard_bytes=128)
     index = json.loads((tmp_path / "v" / INDEX_NAME).read_text())
     assert index["metadata"]["total_size"] == 5 * 64
     assert sorted(set(index["weight_map"].values())) == [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -79,14 +80,14 @@ def test_views_are_made_contiguous(tmp_path: Path) -> None:
         "column": torch.arange(8.0).reshape(4, 2)[:, 1],
         "wide": torch.ones(1).expand(5),
     }
-    write_folder(take(weights), tmp_path / "v")
+    write_folder(as_source(weights), tmp_path / "v")
     back = loaded(tmp_path / "v")
     assert all(torch.equal(back[name], tensor) for name, tensor in weights.items())
 
 
 def test_parameters_are_taken_without_their_gradients(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
-    write_folder(take({"w": parameter}), tmp_path / "v")
+    write_folder(as_source({"w": parameter}), tmp_path / "v")
     assert torch.equal(loaded(tmp_path / "v")["w"], torch.ones(3))
 
 
@@ -96,53 +97,55 @@ def test_config_and_tokenizer_travel_along(tmp_path: Path) -> None:
     (model / "config.json").write_text('{"model_type": "llama"}')
     (model / "tokenizer.json").write_text("{}")
     (model / "optimizer.bin").write_bytes(b"not this")
-    manifest = write_folder(take(state()), tmp_path / "v", config_from=model)
+    manifest = write_folder(as_source(state()), tmp_path / "v", config_from=model)
     names = {path.name for path in (tmp_path / "v").iterdir()}
     assert names == {"model.safetensors", FILE_NAME, "config.json", "tokenizer.json"}
     assert manifest.config_hash
     assert manifest.tokenizer_hash
-    assert not write_folder(take(state()), tmp_path / "w").config_hash
+    assert not write_folder(as_source(state()), tmp_path / "w").config_hash
 
 
 def test_names_lose_their_wrappers(tmp_path: Path) -> None:
     wrapped = {f"module._orig_mod.{name}": tensor for name, tensor in state().items()}
-    assert set(take(wrapped).specs) == set(state())
+    assert set(as_source(wrapped).specs) == set(state())
 
 
 def test_one_memory_under_two_names_is_a_tie() -> None:
     head = state()["model.embed_tokens.weight"]
-    weights = take({"model.embed_tokens.weight": head, "lm_head.weight": head})
+    weights = as_source({"model.embed_tokens.weight": head, "lm_head.weight": head})
     assert weights.ties == (("lm_head.weight", "model.embed_tokens.weight"),)
 
 
 def test_halves_of_one_memory_are_no_fault() -> None:
     fused = torch.zeros(4, 3)
-    assert set(take({"q": fused[:2], "k": fused[2:]}).specs) == {"q", "k"}
+    assert set(as_source({"q": fused[:2], "k": fused[2:]}).specs) == {"q", "k"}
 
 
 def test_names_that_share_part_of_their_memory_are_refused() -> None:
     flat = torch.zeros(10)
     with pytest.raises(Rejected) as caught:
-        take({"a": flat[0:8], "b": flat[2:4], "c": flat[6:10]})
+        as_source({"a": flat[0:8], "b": flat[2:4], "c": flat[6:10]})
     assert codes(caught.value) == [("tensor_duplicate", "b"), ("tensor_duplicate", "c")]
 
 
 @pytest.mark.case("B104")
 def test_an_ungathered_parameter_is_refused() -> None:
     with pytest.raises(Rejected) as caught:
-        take(state(**{"model.up.weight": torch.empty(0, dtype=torch.bfloat16)}))
+        as_source(state(**{"model.up.weight": torch.empty(0, dtype=torch.bfloat16)}))
     assert codes(caught.value) == [("tensor_shape", "model.up.weight")]
 
 
 def test_every_fault_is_named_not_only_the_first() -> None:
     with pytest.raises(Rejected) as caught:
-        take({"a": torch.empty(0), "b": torch.zeros(2, device="meta"), "c": torch.zeros(2, dtype=torch.complex128)})
+        as_source(
+            {"a": torch.empty(0), "b": torch.zeros(2, device="meta"), "c": torch.zeros(2, dtype=torch.complex128)}
+        )
     assert codes(caught.value) == [("tensor_shape", "a"), ("bad_request", "b"), ("tensor_dtype", "c")]
 
 
 def test_nothing_to_publish_is_refused() -> None:
     with pytest.raises(Rejected):
-        take({})
+        as_source({})
 
 
 @pytest.mark.case("B035")
@@ -157,7 +160,7 @@ def test_an_optimiser_step_in_the_middle_is_caught(tmp_path: Path) -> None:
         next(steps, lambda: None)()
 
     with pytest.raises(Rejected) as caught:
-        write_folder(take(weights), tmp_path / "v", progress=step_once)
+        write_folder(as_source(weights), tmp_path / "v", progress=step_once)
     assert codes(caught.value) == [("source_changed", name) for name in weights]
     assert list(tmp_path.iterdir()) == []
 
@@ -165,14 +168,14 @@ def test_an_optimiser_step_in_the_middle_is_caught(tmp_path: Path) -> None:
 def test_a_step_before_is_no_fault(tmp_path: Path) -> None:
     weight = torch.zeros(4)
     weight.add_(1)
-    write_folder(take({"w": weight}), tmp_path / "v")
+    write_folder(as_source({"w": weight}), tmp_path / "v")
     assert torch.equal(loaded(tmp_path / "v")["w"], torch.ones(4))
 
 
 def test_inference_tensors_have_no_counter_and_are_accepted(tmp_path: Path) -> None:
     with torch.inference_mode():
         weight = torch.ones(4)
-    write_folder(take({"w": weight}), tmp_path / "v")
+    write_folder(as_source({"w": weight}), tmp_path / "v")
 
 
 def test_the_folder_appears_only_when_it_is_whole(tmp_path: Path) -> None:
@@ -181,7 +184,7 @@ def test_the_folder_appears_only_when_it_is_whole(tmp_path: Path) -> None:
     def look(_bytes: int) -> None:
         seen.append([path.name for path in tmp_path.iterdir() if not path.name.startswith(".")])
 
-    write_folder(take(state()), tmp_path / "0-7", progress=look)
+    write_folder(as_source(state()), tmp_path / "0-7", progress=look)
     assert seen == [[], []]
     assert [path.name for path in tmp_path.iterdir()] == ["0-7"]
 
@@ -191,14 +194,14 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_folder(take(state()), tmp_path / "0-7", progress=interrupt)
+        write_folder(as_source(state()), tmp_path / "0-7", progress=interrupt)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_existing_folder_is_never_replaced(tmp_path: Path) -> None:
-    write_folder(take(state()), tmp_path / "0-7")
+    write_folder(as_source(state()), tmp_path / "0-7")
     before = (tmp_path / "0-7" / "model.safetensors").read_bytes()
     with pytest.raises(OSError):
-        write_folder(take({"other": torch.zeros(3)}), tmp_path / "0-7")
+        write_folder(as_source({"other": torch.zeros(3)}), tmp_path / "0-7")
     assert (tmp_path / "0-7" / "model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["0-7"]

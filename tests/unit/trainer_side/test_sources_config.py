@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
-from trainer_side.folder import write_folder
+from tests.unit.trainer_side.written import write_folder
 from trainer_side.lockstep import Lockstep
 from trainer_side.snapshot import Snapshot
 from trainer_side.sources import as_source

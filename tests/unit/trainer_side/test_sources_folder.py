@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer_side.folder import write_folder
+from tests.unit.trainer_side.written import write_folder
 from trainer_side.sources import as_source
 from trainer_side.sources.casts import Casts
 from trainer_side.sources.folder import FolderSource
