@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer_side.client import AsyncClient, Client
-    from trainer_side.hooks import Hooks
     from trainer_side.pusher import Pusher, push, push_async
+    from trainer_side.running import Hooks
     from trainer_side.session import AsyncUpdateSession, UpdateSession
     from trainer_side.sources import as_source
     from updater.schemas import Receipt
@@ -34,7 +34,7 @@ _HOMES = {
     "AsyncClient": "trainer_side.client",
     "AsyncUpdateSession": "trainer_side.session",
     "Client": "trainer_side.client",
-    "Hooks": "trainer_side.hooks",
+    "Hooks": "trainer_side.running",
     "Pusher": "trainer_side.pusher",
     "Receipt": "updater.schemas",
     "UpdateSession": "trainer_side.session",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -12,11 +12,11 @@ from trainer_side.carrier import Carrier
 from trainer_side.lockstep import Lockstep
 from trainer_side.on_disk import FolderSending
 from trainer_side.request import PushRequest
-from trainer_side.snapshot import Snapshot
 from trainer_side.stream import Leading, Sending, follow, publish
 from trainer_side.walk import digests_of, walk
-from trainer_side.weights import WeightSource
+from trainer_side.weights import WeightSource, model_of
 from updater.core.errors import refuse
+from updater.manifest import TensorSpec
 from updater.schemas import Receipt
 
 #: What is left to do once the copy is made.
@@ -85,3 +85,36 @@ def _folder_of(sending: Sending) -> FolderSending:
     if not isinstance(sending, FolderSending):
         raise refuse("wrong_phase", "not a folder")
     return sending
+
+
+class Snapshot:
+    """A `WeightSource` of what `source` held when this was made. The sending rank keeps whole tensors, the others none.
+
+    `copy`: one tensor, to where it is kept. Making it is collective for the ranks of `team`; raises the same on all.
+    """
+
+    def __init__(self, source: WeightSource, copy: Callable[[torch.Tensor], torch.Tensor], team: Lockstep) -> None:
+        self.is_sender, self.group = source.is_sender, source.group
+        self.specs: Mapping[str, TensorSpec] = dict(source.specs)
+        self.ties = source.ties
+        self.model = model_of(source)
+        self._digests = dict(digests_of(source, team))
+        self._kept: dict[str, torch.Tensor] = {}
+        self._copy = copy
+        failed = walk(source, self if self.is_sender else None, team)
+        if failed is not None:
+            raise failed
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        self._kept[name] = self._copy(tensor.detach())
+
+    def digests(self) -> Mapping[str, str]:
+        return self._digests
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Once: what was sent is not kept."""
+        for name in self.specs:
+            yield name, self._kept.pop(name, None)
+
+    def check_untouched(self) -> None:
+        """No other code has it."""

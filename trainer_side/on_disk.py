@@ -1,14 +1,23 @@
-"""An update from a folder: one that is written now, or one that exists."""
+"""An update from a folder: one that is written now, or one that exists; and when folders of earlier pushes may go.
+
+A folder goes when newer ones enough exist *and* the coordinator no longer lists it as needed: deletion follows
+consumption, never a clock (B022).
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import secrets
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from trainer_side import flows, retention
+from trainer_side import flows
+from trainer_side.flows import Flow
 from trainer_side.folder import SHARD_BYTES, FolderWriter
 from trainer_side.lockstep import Told
 from trainer_side.request import PushRequest
@@ -17,6 +26,10 @@ from trainer_side.session import LEASE_S
 from trainer_side.stream import Patience, late
 from trainer_side.weights import WeightSource, model_of
 from updater.core.errors import LiveweightsError, refuse
+from updater.core.version import Version
+from updater.manifest import FILE_NAME
+
+_NAME = re.compile(r"(?P<label>\d+-\d+)(\.(?P<copy>\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +47,7 @@ class Shelf:
         """Of a folder that does not exist yet."""
         self.root.mkdir(parents=True, exist_ok=True)
         return FolderWriter(
-            retention.free_name(self.root, label),
+            free_name(self.root, label),
             source.specs,
             digests=known,
             ties=source.ties,
@@ -96,7 +109,7 @@ class FolderSending:
         if running.ended(self._patience.beat_s):
             receipt = running.receipt()
             if self._shelf is not None:
-                self._link.run(retention.tidy(self._shelf.root, self._shelf.keep))
+                self._link.run(tidy(self._shelf.root, self._shelf.keep))
             return receipt.model_dump(mode="json")
         if not self._patience.beat_s:
             raise late("the update has not ended in time; it goes on")
@@ -108,3 +121,55 @@ class FolderSending:
             self._folder.discard()
         if self._running is not None:
             self._running.close()
+
+
+def free_name(root: Path, label: str) -> Path:
+    """`root/<label>`, or `<label>.2` and so on: a version that was refused may be pushed again, repaired, and what an
+    earlier push left is never written over."""
+    candidate, copy = root / label, 2
+    while candidate.exists():
+        candidate, copy = root / f"{label}.{copy}", copy + 1
+    return candidate
+
+
+def pushed(root: Path) -> list[Path]:
+    """Folders that pushes wrote, oldest version first. Anything else in `root` is not ours to touch."""
+    found = []
+    for path in root.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_dir() and not path.is_symlink() and (path / FILE_NAME).is_file():
+            found.append((Version.parse(match["label"]), int(match["copy"] or 1), path))
+    return [path for _version, _copy, path in sorted(found)]
+
+
+def surplus(root: Path, keep: int, needed: frozenset[str]) -> list[Path]:
+    """What may go: all but the newest `keep` besides the newest one, less what is needed."""
+    return [path for path in pushed(root)[: -(keep + 1)] if os.path.realpath(path) not in needed]
+
+
+def tidy(root: Path, keep: int) -> Flow[list[Path]]:
+    """Remove surplus folders and return them. A coordinator that cannot say what it needs keeps everything.
+
+    The push has succeeded when this runs: nothing here makes it fail.
+    """
+    try:
+        fleet = yield from flows.get("/v1/fleet")
+    except LiveweightsError:
+        return []
+    needed = fleet.get("sources_needed")
+    if not isinstance(needed, list):
+        return []
+    gone = surplus(root, keep, frozenset(os.path.realpath(str(path)) for path in needed))
+    for path in gone:
+        _remove(path)
+    return gone
+
+
+def _remove(path: Path) -> None:
+    """Out of sight first, so that no reader finds half a folder under a version's name."""
+    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}.gone")
+    try:
+        os.rename(path, hidden)
+    except OSError:
+        return
+    shutil.rmtree(hidden, ignore_errors=True)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from trainer_side.background import Background, copied
+from trainer_side import flows
+from trainer_side.background import Background, Rest, copied
 from trainer_side.carrier import Carrier
 from trainer_side.client import Client
-from trainer_side.fitted import fitted
 from trainer_side.lockstep import Lockstep
 from trainer_side.options import (
     PUSH_DEFAULTS,
@@ -25,11 +25,14 @@ from trainer_side.options import (
 from trainer_side.request import REQUEST_DEFAULTS, PushRequest, RequestOptions, complete, keywords
 from trainer_side.running import Link
 from trainer_side.sources import as_source
-from trainer_side.sources.casts import ENGINE
+from trainer_side.sources.casts import ENGINE, ROUNDED, Casts
 from trainer_side.sources.choose import Weights
 from trainer_side.stream import follow, publish
 from trainer_side.weights import WeightSource
+from updater.core.dtypes import wanted
+from updater.core.errors import Failure, Rejected
 from updater.core.version import Version
+from updater.manifest import TensorSpec
 from updater.schemas import Receipt
 
 
@@ -68,11 +71,7 @@ class Pusher:
         request = PushRequest.of(version, **options)
         with self._one_at_a_time:
             self._background.settle()
-            folder = self._carrier.folder(weights)
-            if folder is not None:
-                return follow(lambda: self._carrier.as_it_lies(folder, request), True, Lockstep(None))
-            source, request = self._source(weights, request)
-            return publish(source, lambda known: self._carrier.sending(source, known, request))
+            return self._rest(weights, request, copy=False)()
 
     @keywords(RequestOptions, REQUEST_DEFAULTS)
     def push_async(
@@ -100,21 +99,24 @@ class Pusher:
     ) -> None:
         self.close()
 
-    def _source(self, weights: Weights, request: PushRequest) -> tuple[WeightSource, PushRequest]:
-        if self._options["dtypes"] != ENGINE:
-            return as_source(weights, dtypes=self._options["dtypes"]), request
-        casts, fingerprint = fitted(self._link, as_source(weights))
-        return as_source(weights, dtypes=casts), replace(request, dtypes=fingerprint)
+    def _rest(self, weights: Weights, request: PushRequest, *, copy: bool) -> Rest:
+        """What is left to do once a source is made and, with `copy`, the weights may be written to."""
+        carrier, dtypes = self._carrier, self._options["dtypes"]
+        folder = carrier.folder(weights)
+        if folder is not None:
+            return lambda: follow(lambda: carrier.as_it_lies(folder, request), True, Lockstep(None))
+        if dtypes == ENGINE:
+            dtypes, fingerprint = _fitted(self._link, as_source(weights))
+            request = replace(request, dtypes=fingerprint)
+        source = as_source(weights, dtypes=dtypes)
+        if copy:
+            return copied(source, request, carrier)
+        return lambda: publish(source, lambda known: carrier.sending(source, known, request))
 
     def _start(self, weights: Weights, request: PushRequest) -> Future[Receipt]:
         with self._one_at_a_time:
             self._background.settle()
-            folder = self._carrier.folder(weights)
-            if folder is not None:
-                as_it_lies = self._carrier.as_it_lies
-                return self._background.begin(lambda: follow(lambda: as_it_lies(folder, request), True, Lockstep(None)))
-            source, request = self._source(weights, request)
-            return self._background.begin(copied(source, request, self._carrier))
+            return self._background.begin(self._rest(weights, request, copy=True))
 
 
 @keywords(PushOptions, PUSH_DEFAULTS)
@@ -162,6 +164,39 @@ def push_async(
     except BaseException:
         pusher.close()
         raise
+
+
+def _fitted(link: Link, source: WeightSource) -> tuple[Casts, str]:
+    """What the tensors of `source` are to be rounded to, and the fingerprint of what was read.
+
+    The sending rank reads it and tells the others: the same on every rank, or the same error. Raises Rejected
+    `tensor_dtype` for a tensor that the fleet does not hold as it comes: quantised, or something is computed from it.
+    """
+    ask = lambda: dict(link.run(flows.get("/v1/fleet/dtypes")))  # noqa: E731
+    told = Lockstep(source.group).lead(ask if source.is_sender else None)
+    return _casts_for(source.specs, told["dtypes"], source.ties), str(told["fingerprint"])
+
+
+def _casts_for(specs: Mapping[str, TensorSpec], held: Mapping[str, Any], ties: Sequence[tuple[str, str]] = ()) -> Casts:
+    """`held`: rules of `updater.core.dtypes`. A name that they do not know stays as it is, or as what it is tied to."""
+    found = {name: wanted(held, name) for name, spec in specs.items() if spec.dtype in ROUNDED}
+    for pair in ties:
+        for one, other in (pair, pair[::-1]):
+            if found.get(one) is None and found.get(other) is not None:
+                found[one] = found[other]
+    faults = [
+        Failure(
+            "tensor_dtype",
+            "the fleet holds it quantised, or computes something from it",
+            tensor=name,
+            hint='pass the dtypes yourself: dtypes={"*": "BF16"}',
+        )
+        for name, dtype in found.items()
+        if dtype == ""
+    ]
+    if faults:
+        raise Rejected(*faults)
+    return Casts(exact={name: dtype for name, dtype in found.items() if dtype})
 
 
 async def _receipt(publishing: Future[Receipt], owned: Pusher | None = None) -> Receipt:

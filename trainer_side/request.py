@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 from trainer_side.flows import UPDATE_S, Flow, version
-from trainer_side.hooks import Hooks
+from trainer_side.running import Hooks
 from updater import wire
 from updater.core.errors import refuse
 from updater.core.policy import Policy

@@ -1,30 +1,60 @@
-"""An update that runs, followed from the trainer's side: its states, its lease, its end as a receipt or a typed error.
+"""A running update, followed from the trainer's side: its states, its lease, its hooks, its receipt or its error.
 
 Two threads: one reads the events, one renews the lease. Both end with `close`, whatever the network does.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from trainer_side import flows
 from trainer_side.causes import claimable
 from trainer_side.client import Cut
 from trainer_side.flows import Call, Flow
-from trainer_side.hooks import HookCaller, Hooks
 from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.problems import receipt_error
 from updater.schemas import Receipt, UpdateState
 
 T = TypeVar("T")
+_log = logging.getLogger("liveweights.trainer")
 #: Seconds between two tries to hear of an update whose events broke off.
 AGAIN_S = 0.25
 ASK_S = 5.0
 #: How long an update that was told to end may take to do so: discarding has a deadline of its own.
 END_S = 90.0
+#: Phases that only a verified update enters, and those that only one enters for which every rank stands still.
+_STAGED = frozenset(
+    (
+        "ready",
+        "pausing",
+        "deciding",
+        "installing",
+        "invalidating",
+        "publishing",
+        "resuming",
+        "restoring",
+    )
+)
+_PAUSED = frozenset(("deciding", "installing", "invalidating", "publishing", "resuming", "restoring"))
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Called in a thread of the update's own, in this order, each at most once; what they raise is logged, no more.
+
+    `on_staged`: every rank has voted for what it holds. `on_paused`: every rank stands still, requests are held back.
+    Both are told soon after it happened and hold nothing up. Of an update that rolls back they may have been called.
+    """
+
+    on_staged: Callable[[UpdateState], None] | None = None
+    on_paused: Callable[[UpdateState], None] | None = None
+    on_committed: Callable[[Receipt], None] | None = None
+    on_rolled_back: Callable[[Receipt], None] | None = None
 
 
 class Link(Protocol):
@@ -215,3 +245,34 @@ class RunningUpdate:
                 # It has ended; the events bring the receipt, and the stream stops now.
                 self._tell_end(error.code)
                 return
+
+
+class HookCaller:
+    """Turns the states of one update into calls. Used from one thread."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+        self._called: set[str] = set()
+
+    def saw(self, state: UpdateState) -> None:
+        """Phases that passed unseen show in the timings."""
+        seen = {state.phase, *state.phases_ms}
+        if seen & _STAGED:
+            self._call("on_staged", self._hooks.on_staged, state)
+        if seen & _PAUSED:
+            self._call("on_paused", self._hooks.on_paused, state)
+        if state.receipt is not None and state.receipt.outcome == "committed":
+            self._call("on_committed", self._hooks.on_committed, state.receipt)
+        if state.receipt is not None and state.receipt.outcome == "rolled_back":
+            self._call("on_rolled_back", self._hooks.on_rolled_back, state.receipt)
+
+    def _call(self, name: str, hook: Callable[[T], None] | None, told: T) -> None:
+        if name in self._called:
+            return
+        self._called.add(name)
+        if hook is None:
+            return
+        try:
+            hook(told)
+        except Exception:  # the caller's code: it must not decide over the update
+            _log.exception("the hook %s failed", name)

@@ -21,10 +21,9 @@ import torch
 from trainer_side import flows
 from trainer_side.causes import cause_of
 from trainer_side.flows import UPDATE_S
-from trainer_side.hooks import Hooks
 from trainer_side.packing import Packer
 from trainer_side.request import Progress, PushRequest, silent
-from trainer_side.running import END_S, Link, RunningUpdate
+from trainer_side.running import END_S, Hooks, Link, RunningUpdate
 from transports.buckets import BUCKET_BYTES, StreamPlan
 from transports.stream import StreamSender
 from updater import wire

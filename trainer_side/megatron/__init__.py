@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from trainer_side.megatron.coordinates import Coordinates, Geometry, Seat
 from trainer_side.megatron.rules import NAMINGS, Rule
-from trainer_side.megatron.source import MegatronSource, as_megatron_source, is_megatron
+from trainer_side.megatron.source import MegatronSource, is_megatron
 
 __all__ = [
     "NAMINGS",
@@ -19,6 +19,5 @@ __all__ = [
     "MegatronSource",
     "Rule",
     "Seat",
-    "as_megatron_source",
     "is_megatron",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -106,11 +106,6 @@ class MegatronSource(PartsSource):
                     apart.append(Failure("copies_differ", text, tensor=part.spec.name, rank=rank))
         if apart:
             raise Rejected(*apart)
-
-
-def as_megatron_source(model: Model, **options: Any) -> MegatronSource:
-    """`MegatronSource(model, **options)`; the real vocabulary is all that most models need besides their naming."""
-    return MegatronSource(model, **options)
 
 
 def is_megatron(model: object) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from trainer_side import flows
 from trainer_side.client import Client
-from trainer_side.hooks import Hooks
+from trainer_side.running import Hooks
 from trainer_side.session import AsyncUpdateSession, UpdateSession
 from trainer_side.testing import FakeCoordinator, RecordingSender
 from transports.digest import tensor_digest, to_hex
