@@ -1,4 +1,4 @@
-"""How the bytes of a pusher's pushes travel: which transport, the senders that outlive a push, the shelf of folders."""
+"""How a pusher's pushes travel: which transport, the senders that outlive a push, the folders that stay."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Carrier:
         self._link, self._options = link, options
         root = options["directory"] or os.environ.get(DIRECTORY_ENV)
         source = Path(options["config_from"]) if options["config_from"] else None
-        self._shelf = Shelf(Path(root).resolve(), source, options["keep"], options["shard_bytes"]) if root else None
+        self._shelf: Shelf | None = None
+        if root:
+            self._shelf = Shelf(Path(root).resolve(), source, options["keep"], options["shard_bytes"])
         self._senders: dict[str, StreamSender] = {}
 
     def folder(self, weights: object) -> Path | None:

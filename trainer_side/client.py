@@ -46,7 +46,7 @@ def default_token() -> str:
 
 
 class Cut:
-    """Ends a stream of events from another thread, whatever its reader is waiting for."""
+    """Ends a stream of events from another thread, also while its reader waits for a byte."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -150,7 +150,7 @@ class Client:
     renew = _sync(flows.renew)
 
     def run(self, flow: Flow[T]) -> T:
-        """Perform a flow of `trainer_side.flows`."""
+        """The result of `flow`. Raises its typed errors."""
         answer: Answer | NoAnswer | None = None
         while True:
             try:
@@ -166,7 +166,7 @@ class Client:
     def events(self, update: str, cut: Cut | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(name, data) as the coordinator sends them, until the update has ended.
 
-        `cut`, from another thread, ends it at once. Raises Unavailable when the connection breaks, also by a cut.
+        `cut`, from another thread, ends it at once. Raises Unavailable when the connection breaks or is ended.
         """
         parser, cut = flows.EventParser(), cut or Cut()
         try:
@@ -200,7 +200,7 @@ class Client:
 
 
 class AsyncClient:
-    """The async twin of `Client`: the same flows, the same errors."""
+    """The async twin of `Client`: the same conversations, the same errors."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class AsyncClient:
     renew = _async(flows.renew)
 
     async def run(self, flow: Flow[T]) -> T:
-        """Perform a flow of `trainer_side.flows`."""
+        """The result of `flow`. Raises its typed errors."""
         answer: Answer | NoAnswer | None = None
         while True:
             try:
@@ -332,4 +332,4 @@ def _no_answer(server: str, error: httpx.HTTPError) -> NoAnswer:
 
 
 def _unreachable(server: str, error: httpx.HTTPError) -> Unavailable:
-    return Unavailable(Failure("unreachable", _no_answer(server, error).reason, hint=flows.NOBODY))
+    return Unavailable(Failure("unreachable", _no_answer(server, error).reason, hint=flows.UNREACHABLE_HINT))

@@ -1,8 +1,8 @@
 """What a client asks a coordinator and how it reads the answers, without IO: one description for both clients.
 
-A flow is a generator. It yields a `Call` and is sent an `Answer`, or a `NoAnswer`; it yields a `Wait` and is sent None;
-it returns its result or raises a typed error. The first functions here are the methods
-of `Client` and `AsyncClient`, with the same arguments.
+A conversation is a generator (`Flow`): it yields a `Call` and is sent an `Answer` or a `NoAnswer`;
+it yields a `Wait` and is sent None; it returns its result or raises a typed error. The first functions here are the
+methods of `Client` and `AsyncClient`, with the same arguments.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 CALL_S = 30.0
 #: How long an update may take before a waiting client gives up; the update goes on.
 UPDATE_S = 1800.0
-NOBODY = "is `liveweights serve` running, and is this its address (--url, LIVEWEIGHTS_URL)?"
+UNREACHABLE_HINT = "is `liveweights serve` running, and is this its address (--url, LIVEWEIGHTS_URL)?"
 #: The same for an address where something else answers.
-ADDRESS = "give the coordinator's address (--url, LIVEWEIGHTS_URL, or the argument url)"
+ADDRESS_HINT = "give the coordinator's address (--url, LIVEWEIGHTS_URL, or the argument url)"
 #: What a proxy answers for a server that it cannot reach.
 _NO_SERVER = (502, 504)
 #: Characters of a manifest that may travel within a request; larger ones are uploaded first.
@@ -205,7 +205,9 @@ def ask(kind: type[M], call: Call) -> Flow[M]:
     except ValidationError:
         replica = document.get("replica")
         what = f"the replica {replica!r}" if isinstance(replica, str) else "another server, or one of another release"
-        raise refuse("not_found", f"no coordinator answers at {answer.server}: it is {what}", hint=ADDRESS) from None
+        raise refuse(
+            "not_found", f"no coordinator answers at {answer.server}: it is {what}", hint=ADDRESS_HINT
+        ) from None
 
 
 def _answered(call: Call) -> Flow[Answer]:
@@ -219,7 +221,8 @@ def _answered(call: Call) -> Flow[Answer]:
         if pause is None or not call.tries or (answer and not answer.again):
             break
         yield Wait(pause)
-    raise Unavailable(Failure("unreachable", f"no server answers {call.method} {call.path} at {reason}", hint=NOBODY))
+    text = f"no server answers {call.method} {call.path} at {reason}"
+    raise Unavailable(Failure("unreachable", text, hint=UNREACHABLE_HINT))
 
 
 def read(answer: Answer) -> Mapping[str, Any]:
@@ -234,7 +237,7 @@ def read(answer: Answer) -> Mapping[str, Any]:
         raise error_of(answer.status, document)
     told = error_of(answer.status, None, fallback="unreachable" if answer.status in _NO_SERVER else "not_found")
     text = f"{answer.server or 'the server'} answers with status {answer.status}, and not as a coordinator does"
-    raise type(told)(replace(told.failures[0], message=text, hint=ADDRESS))
+    raise type(told)(replace(told.failures[0], message=text, hint=ADDRESS_HINT))
 
 
 def update_path(update: str) -> str:

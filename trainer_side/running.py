@@ -1,6 +1,6 @@
 """A running update, followed from the trainer's side: its states, its lease, its hooks, its receipt or its error.
 
-Two threads: one reads the events, one renews the lease. Both end with `close`, whatever the network does.
+Two threads: one reads the events, one renews the lease. Both end with `close`, also when the network is down.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Hooks:
 
 
 class Link(Protocol):
-    """What speaks to the coordinator: `client.Client`, or whatever performs the same flows. Used from any thread."""
+    """What speaks to the coordinator: a `Client`, or what does the same. Used from any thread."""
 
     def run(self, flow: Flow[T]) -> T:
         """Raises LiveweightsError."""

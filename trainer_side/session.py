@@ -322,7 +322,7 @@ class UpdateSession:
 
 
 def _told(error: BaseException | None) -> LiveweightsError | None:
-    """What made somebody leave, as a cause. Nothing failed where a user or a scheduler ends the program."""
+    """What ended the block, as a cause; None where a user or a scheduler ends the program."""
     return cause_of(error) if isinstance(error, Exception) else None
 
 

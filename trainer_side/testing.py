@@ -175,8 +175,9 @@ class FakeCoordinator:
 class RecordingSender:
     """A `StreamSender` without receivers: it keeps every byte, and goes wrong where it is told to.
 
-    `fail`: raised when the bucket of this number is sent. `block`: the bucket whose sending lasts until somebody
-    aborts; `blocked` is set meanwhile. As with any sender, an abort with nothing under way voids the offer before it.
+    `fail`: raised when the bucket of this number is sent. `block`: the bucket whose sending lasts until
+    `abort` is called; `blocked` is set meanwhile. As with any sender, an abort with nothing under way voids the offer
+    before it.
     """
 
     kind = "broadcast"

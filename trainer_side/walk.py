@@ -95,7 +95,7 @@ def touched(source: WeightSource) -> LiveweightsError | None:
     """`source_changed`, if an optimiser wrote to what is published."""
     try:
         source.check_untouched()
-    except Exception as error:  # whatever it is, all ranks have to learn it
+    except Exception as error:  # of any kind: all ranks have to learn it
         typed = Aborted(*cause_of(error).failures)
         typed.__cause__ = error
         return typed
@@ -145,7 +145,7 @@ class _Steps:
 
 
 def _of_source(error: Exception, expected: str) -> Aborted:
-    """Whatever a source calls it, an update was under way; and it happened at the tensor that was to come."""
+    """An Aborted, since an update was under way, that names the tensor that was to come."""
     typed = cause_of(error)
     failures = [each if each.tensor or each.replica else replace(each, tensor=expected) for each in typed.failures]
     made = Aborted(*failures, live_version=typed.live_version, receipt=typed.receipt)
