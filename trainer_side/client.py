@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -125,14 +124,9 @@ class Client:
         transport: httpx.BaseTransport | None = None,
         backoff: float = 1.0,
     ) -> None:
-        options = _options(url, token)
-        self._server = _server(options["base_url"])
-        if transport is None and options["base_url"].startswith(ACTOR):
-            from updater.ray_calls import ActorTransport, address_of
-
-            transport = ActorTransport(address_of(options["base_url"]))
-        self._http = httpx.Client(**_carried(options), transport=transport)
-        self._backoff = backoff
+        whole = address(url or default_url())
+        self._server, self._backoff = _server(whole), backoff
+        self._http = httpx.Client(**_options(whole, token, transport, "ActorTransport"))
 
     update = _sync(flows.update)
     begin = _sync(flows.begin)
@@ -186,9 +180,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_caught: object) -> None:
         self.close()
 
     def _perform(self, call: Call) -> Answer | NoAnswer:
@@ -210,14 +202,9 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
         backoff: float = 1.0,
     ) -> None:
-        options = _options(url, token)
-        self._server = _server(options["base_url"])
-        if transport is None and options["base_url"].startswith(ACTOR):
-            from updater.ray_calls import AsyncActorTransport, address_of
-
-            transport = AsyncActorTransport(address_of(options["base_url"]))
-        self._http = httpx.AsyncClient(**_carried(options), transport=transport)
-        self._backoff = backoff
+        whole = address(url or default_url())
+        self._server, self._backoff = _server(whole), backoff
+        self._http = httpx.AsyncClient(**_options(whole, token, transport, "AsyncActorTransport"))
 
     update = _async(flows.update)
     begin = _async(flows.begin)
@@ -267,9 +254,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_caught: object) -> None:
         await self.close()
 
     async def _perform(self, call: Call) -> Answer | NoAnswer:
@@ -280,11 +265,19 @@ class AsyncClient:
         return Answer(response.status_code, response.content, self._server)
 
 
-def _options(url: str | None, token: str | None) -> dict[str, Any]:
+def _options(url: str, token: str | None, transport: object, of_actor: str) -> dict[str, Any]:
+    """Of httpx's clients. `of_actor`: the class in `updater.ray_calls` that carries requests to a Ray actor."""
+    base = url
+    if url.startswith(ACTOR):  # no base of HTTP URLs: what carries the requests knows where they go
+        if transport is None:
+            from updater import ray_calls
+
+            transport = getattr(ray_calls, of_actor)(ray_calls.address_of(url))
+        base = "http://coordinator"
     token = default_token() if token is None else token
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     # The environment's proxies are for the internet, not for a fleet's own coordinator.
-    return {"base_url": address(url or default_url()), "headers": headers, "trust_env": False}
+    return {"base_url": base, "headers": headers, "trust_env": False, "transport": transport}
 
 
 def address(url: str) -> str:
@@ -303,11 +296,6 @@ def address(url: str) -> str:
             "bad_request", f"{url!r} is no address", hint="an address is http://HOST:PORT, or ray://NAME@NAMESPACE"
         )
     return whole
-
-
-def _carried(options: dict[str, Any]) -> dict[str, Any]:
-    """An actor's address is no base of HTTP URLs: what carries the requests knows where they go."""
-    return {**options, "base_url": "http://coordinator"} if options["base_url"].startswith(ACTOR) else options
 
 
 def _request(call: Call) -> dict[str, Any]:

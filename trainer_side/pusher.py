@@ -7,7 +7,6 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 from trainer_side import flows
@@ -94,9 +93,7 @@ class Pusher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_caught: object) -> None:
         self.close()
 
     def _rest(self, weights: Weights, request: PushRequest, *, copy: bool) -> Rest:

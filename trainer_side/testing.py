@@ -6,7 +6,7 @@ The coordinator answers what it is told to and keeps what it was asked. Both are
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Condition, Event, Lock, Thread
@@ -52,6 +52,7 @@ class FakeCoordinator:
     """Answers like a coordinator on which every update commits.
 
     `live` and `needed` are what `/v1/version` and `/v1/fleet` say; `problem`, once set, is the answer to every POST.
+    `answers`: what answers a POST whose path ends with the key, in place of the usual; it may return None for that.
     `bodies` and `paths`: what was asked. A pushed stream is in staging at once, for one replica of two ranks, until it
     is sealed, aborted, or a test lets it `end`.
     """
@@ -60,6 +61,7 @@ class FakeCoordinator:
         self.live: str | None = "0-6"
         self.needed: list[str] | None = []
         self.problem: tuple[int, dict[str, Any]] | None = None
+        self.answers: dict[str, Callable[[], tuple[int, dict[str, Any]] | None]] = {}
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.uploads: dict[str, str] = {}
@@ -128,6 +130,8 @@ class FakeCoordinator:
 
     def _posted(self, path: str, query: str) -> tuple[int, dict[str, Any]]:
         verb = path.rpartition("/")[2]
+        if (answer := self.answers.get(verb, lambda: None)()) is not None:
+            return answer
         if verb == "updates":
             self.begin(self.bodies[-1])
         elif self.state and self.state["receipt"] is not None and verb in ("renew", "seal", "commit", "abort"):

@@ -229,17 +229,15 @@ def test_what_the_transport_saw_of_a_replica_is_told(coordinator: FakeCoordinato
 
 
 def test_a_coordinator_that_takes_no_such_cause_is_asked_without_it(
-    coordinator: FakeCoordinator, client: Client, monkeypatch: pytest.MonkeyPatch
+    coordinator: FakeCoordinator, client: Client
 ) -> None:
     """Of another release: the end of the update matters more than its reason."""
-    posted = coordinator._posted
 
-    def answer(path: str, query: str) -> tuple[int, dict[str, Any]]:
-        if path.endswith("/abort") and coordinator.bodies[-1]:
-            return 400, {"outcome": "rejected", "failures": [{"code": "bad_request", "message": "no such code"}]}
-        return posted(path, query)
+    def answer() -> tuple[int, dict[str, Any]] | None:
+        refused = {"outcome": "rejected", "failures": [{"code": "bad_request", "message": "no such code"}]}
+        return (400, refused) if coordinator.bodies[-1] else None
 
-    monkeypatch.setattr(coordinator, "_posted", answer)
+    coordinator.answers["abort"] = answer
     with begun(client) as update:
         error = update.abort(Aborted(STEPPED))
     assert [bool(body) for body in told(coordinator)] == [True, False]

@@ -123,11 +123,8 @@ def test_one_bucket_at_a_time_is_held(client: Client, sender: RecordingSender) -
     assert 0 < sender.most_held <= BUCKET
 
 
-def test_a_large_manifest_travels_ahead(
-    coordinator: FakeCoordinator, client: Client, sender: RecordingSender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flows, "INLINE_MANIFEST", 10)
-    with session(client, sender) as update:
+def test_a_large_manifest_travels_ahead(coordinator: FakeCoordinator, client: Client, sender: RecordingSender) -> None:
+    with session(client, sender, manifest={"source_revision": "x" * flows.INLINE_MANIFEST}) as update:
         put_all(update)
         update.seal()
     ((path, text),) = coordinator.uploads.items()
@@ -227,15 +224,14 @@ def test_what_is_refused_at_the_door_opens_no_sender(
 
 
 def test_what_planning_refuses_opens_no_sender(
-    coordinator: FakeCoordinator, client: Client, sender: RecordingSender, monkeypatch: pytest.MonkeyPatch
+    coordinator: FakeCoordinator, client: Client, sender: RecordingSender
 ) -> None:
-    begin = coordinator.begin
-
-    def refused(body: dict[str, Any]) -> None:
-        begin(body)
+    def refused() -> tuple[int, dict[str, Any]]:
+        coordinator.begin(coordinator.bodies[-1])
         coordinator.end("rejected", "tensor_missing", replica="r0", rank=1, tensor="z")
+        return 200, coordinator.state
 
-    monkeypatch.setattr(coordinator, "begin", refused)
+    coordinator.answers["updates"] = refused
     with pytest.raises(Rejected) as caught, session(client, sender):
         raise AssertionError("it began")
     (failure,) = caught.value.failures
@@ -321,20 +317,19 @@ def test_an_end_is_told_to_the_sender_once(coordinator: FakeCoordinator, client:
 
 
 def test_the_lease_is_renewed_and_a_renewal_that_comes_too_late_stops_the_sender(
-    coordinator: FakeCoordinator, client: Client, monkeypatch: pytest.MonkeyPatch
+    coordinator: FakeCoordinator, client: Client
 ) -> None:
     """The events do not tell of it: the renewal alone must notice."""
     sender = RecordingSender(block=1)
     refused = threading.Event()
-    posted = coordinator._posted
 
-    def answer(path: str, query: str) -> tuple[int, dict[str, Any]]:
-        if path.endswith("/renew") and sender.blocked.is_set():
-            refused.set()
-            return 409, {"failures": [{"code": "lease_expired", "message": ""}]}
-        return posted(path, query)
+    def late() -> tuple[int, dict[str, Any]] | None:
+        if not sender.blocked.is_set():
+            return None
+        refused.set()
+        return 409, {"failures": [{"code": "lease_expired", "message": ""}]}
 
-    monkeypatch.setattr(coordinator, "_posted", answer)
+    coordinator.answers["renew"] = late
     with pytest.raises(Aborted), session(client, sender, lease_s=6.0) as update:
         put_all(update)
     assert refused.is_set()
@@ -342,13 +337,13 @@ def test_the_lease_is_renewed_and_a_renewal_that_comes_too_late_stops_the_sender
 
 
 def test_a_fleet_that_rolls_back_is_a_rolled_back_push(
-    coordinator: FakeCoordinator, client: Client, sender: RecordingSender, monkeypatch: pytest.MonkeyPatch
+    coordinator: FakeCoordinator, client: Client, sender: RecordingSender
 ) -> None:
     called: list[tuple[str, object]] = []
     hooks = Hooks(
         *(lambda told, name=name: called.append((name, told)) for name in ("staged", "paused", "done", "back"))
     )
-    monkeypatch.setattr(coordinator, "_posted", _ends_with(coordinator, "rolled_back"))
+    coordinator.answers["seal"] = _ends_with(coordinator, "rolled_back")
     with pytest.raises(RolledBack) as caught:
         published(client, sender, put_all, UpdateSession.seal, hooks=hooks)
     assert caught.value.code == "rank_failed"
@@ -357,11 +352,7 @@ def test_a_fleet_that_rolls_back_is_a_rolled_back_push(
 
 
 def _ends_with(coordinator: FakeCoordinator, outcome: str) -> Any:
-    posted = coordinator._posted
-
-    def answer(path: str, query: str) -> tuple[int, dict[str, Any]]:
-        if not path.endswith("/seal"):
-            return posted(path, query)
+    def answer() -> tuple[int, dict[str, Any]]:
         for phase in ("verifying", "pausing", "deciding", "installing"):
             coordinator.enter(phase)
         coordinator.end(outcome, "rank_failed" if outcome != "committed" else None)
@@ -371,7 +362,7 @@ def _ends_with(coordinator: FakeCoordinator, outcome: str) -> Any:
 
 
 def test_hooks_hear_once_and_in_order_and_break_nothing(
-    coordinator: FakeCoordinator, client: Client, sender: RecordingSender, monkeypatch: pytest.MonkeyPatch
+    coordinator: FakeCoordinator, client: Client, sender: RecordingSender
 ) -> None:
     called: list[tuple[str, object]] = []
 
@@ -382,7 +373,7 @@ def test_hooks_hear_once_and_in_order_and_break_nothing(
 
         return call
 
-    monkeypatch.setattr(coordinator, "_posted", _ends_with(coordinator, "committed"))
+    coordinator.answers["seal"] = _ends_with(coordinator, "committed")
     hooks = Hooks(hook("staged"), hook("paused"), hook("committed"), hook("rolled_back"))
     with session(client, sender, hooks=hooks) as update:
         put_all(update)
