@@ -12,9 +12,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import wraps
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 
@@ -35,6 +36,7 @@ from updater.manifest import Manifest, TensorEntry, TensorSpec
 from updater.schemas import Receipt, UpdateState
 
 T = TypeVar("T")
+P = ParamSpec("P")
 #: How long receivers may take to appear once staging has begun, and one of them to take a bucket, in seconds.
 MEET_S = 60.0
 STALL_S = 30.0
@@ -334,41 +336,38 @@ def _distinct(failures: Iterable[Failure]) -> list[Failure]:
     return list(found.values())
 
 
-class AsyncUpdateSession:
-    """The async twin: every step runs in a thread, so the event loop goes on; a cancelled step stops the sender."""
+def _threaded(
+    step: Callable[Concatenate[UpdateSession, P], T],
+) -> Callable[Concatenate[AsyncUpdateSession, P], Coroutine[Any, Any, T]]:
+    """A step of `UpdateSession` as one of its async twin."""
 
-    def __init__(self, session: UpdateSession) -> None:
-        self._session = session
-
-    async def put(self, name: str, tensor: torch.Tensor) -> None:
-        await self._run(lambda: self._session.put(name, tensor))
-
-    async def seal(self) -> None:
-        await self._run(self._session.seal)
-
-    async def commit(self) -> None:
-        await self._run(self._session.commit)
-
-    async def wait(self) -> Receipt:
-        return await self._run(self._session.wait)
-
-    async def abort(self, cause: LiveweightsError | None = None) -> LiveweightsError:
-        return await self._run(lambda: self._session.abort(cause))
-
-    async def __aenter__(self) -> Self:
-        await self._run(self._session.__enter__)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._run(lambda: self._session.__exit__(kind, error, trace))
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        running = asyncio.ensure_future(asyncio.to_thread(work))
+    @wraps(step)
+    async def method(self: AsyncUpdateSession, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        running = asyncio.ensure_future(asyncio.to_thread(step, self._session, *args, **kwargs))
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             self._session.interrupt("cancelled")
             await asyncio.wait([running])
             raise
+
+    return method
+
+
+class AsyncUpdateSession:
+    """The async twin: every step runs in a thread, so the event loop goes on; a cancelled step stops the sender."""
+
+    def __init__(self, session: UpdateSession) -> None:
+        self._session = session
+
+    put = _threaded(UpdateSession.put)
+    seal = _threaded(UpdateSession.seal)
+    commit = _threaded(UpdateSession.commit)
+    wait = _threaded(UpdateSession.wait)
+    abort = _threaded(UpdateSession.abort)
+    __aexit__ = _threaded(UpdateSession.__exit__)
+    _enter = _threaded(UpdateSession.__enter__)
+
+    async def __aenter__(self) -> Self:
+        await self._enter()
+        return self
