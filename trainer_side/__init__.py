@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer_side.client import AsyncClient, Client
+    from trainer_side.client.client import AsyncClient, Client
+    from trainer_side.client.handle import Hooks
+    from trainer_side.client.session import AsyncUpdateSession, UpdateSession
     from trainer_side.pusher import Pusher, push, push_async
-    from trainer_side.running import Hooks
-    from trainer_side.session import AsyncUpdateSession, UpdateSession
     from trainer_side.sources import as_source
     from updater.schemas import Receipt
 
@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncClient": "trainer_side.client",
-    "AsyncUpdateSession": "trainer_side.session",
-    "Client": "trainer_side.client",
-    "Hooks": "trainer_side.running",
+    "AsyncClient": "trainer_side.client.client",
+    "AsyncUpdateSession": "trainer_side.client.session",
+    "Client": "trainer_side.client.client",
+    "Hooks": "trainer_side.client.handle",
     "Pusher": "trainer_side.pusher",
     "Receipt": "updater.schemas",
-    "UpdateSession": "trainer_side.session",
+    "UpdateSession": "trainer_side.client.session",
     "as_source": "trainer_side.sources",
     "push": "trainer_side.pusher",
     "push_async": "trainer_side.pusher",

@@ -8,12 +8,12 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from trainer_side import flows
+from trainer_side.client import protocol
+from trainer_side.client.handle import Link
+from trainer_side.client.request import PushRequest
+from trainer_side.client.session import UpdateSession
 from trainer_side.on_disk import FolderSending, Shelf
 from trainer_side.options import DIRECTORY_ENV, PusherOptions
-from trainer_side.request import PushRequest
-from trainer_side.running import Link
-from trainer_side.session import UpdateSession
 from trainer_side.stream import Sending, StreamSending
 from trainer_side.weights import WeightSource, model_of
 from transports.hashes import folder_document
@@ -58,7 +58,7 @@ class Carrier:
             return self._options["transport"]
         if self._shelf is not None:
             return "disk"
-        members = self._link.run(flows.get("/v1/fleet")).get("members", ())
+        members = self._link.run(protocol.get("/v1/fleet")).get("members", ())
         here = all(_on_this_machine(str(member.get("url", ""))) for member in members)
         return "shared_memory" if here else "broadcast"
 

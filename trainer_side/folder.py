@@ -17,8 +17,8 @@ from typing import IO, Self
 
 import torch
 
-from trainer_side.packing import check_tensor
-from trainer_side.request import Progress, silent
+from trainer_side.client.packing import check_tensor
+from trainer_side.client.request import Progress, silent
 from transports.digest import tensor_digest, to_hex
 from transports.hashes import folder_document, folder_hashes
 from updater.core.errors import refuse

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from trainer_side import flows
-from trainer_side.flows import Flow
+from trainer_side.client import protocol
+from trainer_side.client.handle import Link, RunningUpdate
+from trainer_side.client.protocol import Flow
+from trainer_side.client.request import PushRequest
+from trainer_side.client.session import LEASE_S
 from trainer_side.folder import SHARD_BYTES, FolderWriter
 from trainer_side.lockstep import Told
-from trainer_side.request import PushRequest
-from trainer_side.running import Link, RunningUpdate
-from trainer_side.session import LEASE_S
 from trainer_side.stream import Patience, late
 from trainer_side.weights import WeightSource, model_of
 from updater.core.errors import LiveweightsError, refuse
@@ -88,10 +88,10 @@ class FolderSending:
         self.written()
         body = {**self._request.body(), "path": str(self._folder)}
         if self._shelf is not None:  # written for this push alone: no other request is the same
-            body.setdefault("id", flows.fresh_id(body["version"]))
+            body.setdefault("id", protocol.fresh_id(body["version"]))
         if self._lease_s is not None:
             body["lease_s"] = self._lease_s
-        state = self._link.run(flows.begin(body))
+        state = self._link.run(protocol.begin(body))
         self._running = RunningUpdate(self._link, state, lease_s=self._lease_s, hooks=self._request.hooks)
         return {}
 
@@ -153,7 +153,7 @@ def tidy(root: Path, keep: int) -> Flow[list[Path]]:
     The push has succeeded when this runs: nothing here makes it fail.
     """
     try:
-        fleet = yield from flows.get("/v1/fleet")
+        fleet = yield from protocol.get("/v1/fleet")
     except LiveweightsError:
         return []
     needed = fleet.get("sources_needed")

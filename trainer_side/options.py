@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
+from trainer_side.client.request import REQUEST_DEFAULTS, RequestOptions
+from trainer_side.client.session import STALL_S
 from trainer_side.folder import SHARD_BYTES
-from trainer_side.request import REQUEST_DEFAULTS, RequestOptions
-from trainer_side.session import STALL_S
 from trainer_side.sources.casts import Dtypes
 from transports.buckets import BUCKET_BYTES
 

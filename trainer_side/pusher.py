@@ -9,10 +9,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Self, Unpack
 
-from trainer_side import flows
 from trainer_side.background import Background, Rest, copied
 from trainer_side.carrier import Carrier
-from trainer_side.client import Client
+from trainer_side.client import protocol
+from trainer_side.client.client import Client
+from trainer_side.client.handle import Link
+from trainer_side.client.request import REQUEST_DEFAULTS, PushRequest, RequestOptions, complete, keywords
 from trainer_side.lockstep import Lockstep
 from trainer_side.options import (
     PUSH_DEFAULTS,
@@ -21,8 +23,6 @@ from trainer_side.options import (
     PushOptions,
     parted,
 )
-from trainer_side.request import REQUEST_DEFAULTS, PushRequest, RequestOptions, complete, keywords
-from trainer_side.running import Link
 from trainer_side.sources import as_source
 from trainer_side.sources.casts import ENGINE, ROUNDED, Casts
 from trainer_side.sources.choose import Weights
@@ -169,7 +169,7 @@ def _fitted(link: Link, source: WeightSource) -> tuple[Casts, str]:
     The sending rank reads it and tells the others: the same on every rank, or the same error. Raises Rejected
     `tensor_dtype` for a tensor that the fleet does not hold as it comes: quantised, or something is computed from it.
     """
-    ask = lambda: dict(link.run(flows.get("/v1/fleet/dtypes")))  # noqa: E731
+    ask = lambda: dict(link.run(protocol.get("/v1/fleet/dtypes")))  # noqa: E731
     told = Lockstep(source.group).lead(ask if source.is_sender else None)
     return _casts_for(source.specs, told["dtypes"], source.ties), str(told["fingerprint"])
 

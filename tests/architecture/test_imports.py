@@ -165,7 +165,7 @@ def test_the_check_sees_a_forbidden_import(tmp_path: Path) -> None:
         ("updater.core.replica", ("torch", "asyncio", "pydantic")),
         ("updater.cli.main", ("torch", "transformers", "ray", "fastapi", "uvicorn")),
         ("updater.service.server", ("torch", "transformers", "ray")),
-        ("trainer_side.client", ("torch", "transformers", "ray", "fastapi", "starlette")),
+        ("trainer_side.client.client", ("torch", "transformers", "ray", "fastapi", "starlette")),
         ("engine_adapter.replica.launch", ("torch", "transformers", "ray")),
         ("trainer_side", ("torch", "transformers", "ray", "megatron", "peft", "trl")),
     ],

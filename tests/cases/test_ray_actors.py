@@ -33,9 +33,9 @@ from tests.integration.ray_stage import (
     until,
 )
 from tests.standing import stand_still
-from trainer_side.client import Client
+from trainer_side.client.client import Client
+from trainer_side.client.session import UpdateSession
 from trainer_side.pusher import Pusher
-from trainer_side.session import UpdateSession
 from trainer_side.sources import as_source
 from transports.digest import tensor_digest, to_hex
 from transports.registry import make_sender

@@ -35,7 +35,7 @@ from tests.integration.ray_stage import (
     until,
 )
 from trainer_side import AsyncClient
-from trainer_side.client import Cut
+from trainer_side.client.client import Cut
 from updater.core.errors import LiveweightsError, Rejected, Unavailable
 from updater.ray_actor import start_coordinator, stop_coordinator
 from updater.settings import STATE_ENV, Settings

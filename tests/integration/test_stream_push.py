@@ -29,8 +29,8 @@ from engine_adapter.testing.reference import Reference
 from tests.cases.live_fleet import PROMPT, TOKENS, LiveFleet, View, live_fleet
 from tests.standing import stand_still
 from trainer_side import Client, Hooks, Pusher, UpdateSession
-from trainer_side.client import Cut
-from trainer_side.flows import Call, Flow, NoAnswer
+from trainer_side.client.client import Cut
+from trainer_side.client.protocol import Call, Flow, NoAnswer
 from trainer_side.sources import as_source
 from transports.buckets import StreamPlan
 from transports.registry import make_sender

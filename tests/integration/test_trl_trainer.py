@@ -176,9 +176,9 @@ def test_a_refused_version_raises_and_the_stream_is_walked_to_its_end(
 
 
 def test_nobody_to_publish_to_does_not_stop_the_other_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from trainer_side import flows
+    from trainer_side.client import protocol
 
-    monkeypatch.setattr(flows, "BACKOFF_S", ())
+    monkeypatch.setattr(protocol, "BACKOFF_S", ())
     transfer = LiveweightsTransfer("http://127.0.0.1:9", "", directory=tmp_path)
     model, _standing = small(transfer)
     taken: list[str] = []

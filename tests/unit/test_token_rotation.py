@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_side.client import TOKEN_ENV, default_token
+from trainer_side.client.client import TOKEN_ENV, default_token
 from updater.security import ADMIN_ENV, INFERENCE_ENV, Access, ConfigurationError, FrontKeys, Tokens, front_key
 
 pytestmark = pytest.mark.case("F63")

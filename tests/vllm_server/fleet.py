@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.vllm_server.server import ANSWER_S, START_S, VllmServer, reserved_port, running, serve, wait_ready
-from trainer_side.client import Client
-from trainer_side.session import UpdateSession
+from trainer_side.client.client import Client
+from trainer_side.client.session import UpdateSession
 from trainer_side.sources import as_source
 from transports.registry import make_sender
 from updater.security import ADMIN_ENV

@@ -22,8 +22,8 @@ from engine_adapter.model_files import write_safetensors
 from engine_adapter.models import encode, reference_tokens
 from tests.vllm_server.fleet import PREFIX, Fleet, Tensors, until
 from tests.vllm_server.models import PROMPTS
-from trainer_side.client import Client
-from trainer_side.session import UpdateSession
+from trainer_side.client.client import Client
+from trainer_side.client.session import UpdateSession
 from trainer_side.sources import as_source
 from transports.buckets import BUCKET_BYTES
 from transports.digest import tensor_digest, to_hex

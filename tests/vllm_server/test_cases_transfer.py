@@ -33,7 +33,7 @@ from tests.vllm_server.test_cases import (
     tensors_of,
     view,
 )
-from trainer_side.session import promised
+from trainer_side.client.session import promised
 from trainer_side.sources import as_source
 from transports.buckets import Bucket
 from transports.registry import make_sender

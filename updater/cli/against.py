@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer_side.client import Client
+from trainer_side.client.client import Client
 from transports.contents import Content, contents
 from transports.disk import DiskSource
 from updater import wire

@@ -18,7 +18,7 @@ from engine_adapter.placement.declared import Rules, Target, declare
 from engine_adapter.placement.layouts import Heads, Layout, Sharded
 from engine_adapter.placement.rows import CopyRow, Placement
 from engine_adapter.transformers.families import DENSE, rules_of
-from trainer_side.client import Client
+from trainer_side.client.client import Client
 from transports.base import Read
 from transports.disk import DiskSource
 from transports.dtypes import TORCH_DTYPES

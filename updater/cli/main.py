@@ -22,7 +22,7 @@ from updater.core.participant import ReleaseTo
 from updater.core.policy import CommitMode, SourceLayout
 
 if TYPE_CHECKING:
-    from trainer_side.client import Client
+    from trainer_side.client.client import Client
     from updater.schemas import Receipt, UpdateState
 
 
@@ -88,7 +88,7 @@ def exit_code(error: LiveweightsError) -> Exit:
 
 
 def _client(url: str) -> Client:
-    from trainer_side.client import Client
+    from trainer_side.client.client import Client
 
     return Client(url)
 
@@ -159,7 +159,7 @@ def engine(
     """Run one replica: a front and its ranks, with /v1/completions and the participant contract."""
     with _errors(False):
         from engine_adapter.replica import launch
-        from trainer_side.client import address
+        from trainer_side.client.client import address
 
         settings = launch.settings(
             model=model,
@@ -268,7 +268,7 @@ def rollback(
     as_json: Json = False,
 ) -> None:
     """Bring the previous version back."""
-    from trainer_side.flows import fresh_id
+    from trainer_side.client.protocol import fresh_id
     from updater.cli import views
 
     name = fresh_id("rollback")
@@ -346,7 +346,7 @@ def readmit(
     as_json: Json = False,
 ) -> None:
     """Take a quarantined replica back if all its ranks prove one version; it joins again."""
-    from trainer_side.client import address
+    from trainer_side.client.client import address
     from updater.cli import replica
 
     with _errors(as_json):
@@ -360,7 +360,7 @@ def release(
     as_json: Json = False,
 ) -> None:
     """Open a replica by hand that has installed and whose coordinator does not come back. Recorded in its status."""
-    from trainer_side.client import address
+    from trainer_side.client.client import address
     from updater.cli import replica
 
     with _errors(as_json):

@@ -121,7 +121,7 @@ def trainers(told: Mapping[str, Any]) -> None:
 
 def trainer(connection: socket.socket, told: Mapping[str, Any]) -> None:
     """One trainer: takes commands as lines of JSON, one at a time, and answers each with a line of JSON."""
-    from trainer_side.client import Client
+    from trainer_side.client.client import Client
     from trainer_side.pusher import Pusher
     from updater.core.errors import LiveweightsError
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import ones
 from typer.testing import CliRunner, Result
 
-from trainer_side import flows
+from trainer_side.client import protocol
 from trainer_side.testing import RECEIPT, FakeCoordinator
 from updater.cli.main import Exit, app, exit_code
 from updater.cli.policies import PANEL, dtypes_of, policy_of, takes_policy
@@ -215,7 +215,7 @@ def test_wrong_usage_is_two(arguments: tuple[str, ...]) -> None:
 
 @pytest.mark.case("F30")
 def test_nobody_there_is_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flows, "BACKOFF_S", ())
+    monkeypatch.setattr(protocol, "BACKOFF_S", ())
     with FakeCoordinator().serving() as gone:
         url = gone.url
     ran = run("status", "--url", url, "--json")
@@ -341,7 +341,7 @@ def test_an_answer_of_no_coordinator_is_named_with_its_address(status: int, code
 
 @pytest.mark.case("F30")
 def test_a_password_in_an_address_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flows, "BACKOFF_S", ())
+    monkeypatch.setattr(protocol, "BACKOFF_S", ())
     with FakeCoordinator().serving() as gone:
         url = gone.url
     ran = run("status", "--url", url.replace("//", "//me:secret@"), "--json")

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import ones
 from typer.testing import CliRunner, Result
 
-from trainer_side.client import Client
+from trainer_side.client.client import Client
 from trainer_side.testing import FakeCoordinator
 from updater.cli.main import MANIFEST, Exit, app
 from updater.cli.watch import Watch, found_in

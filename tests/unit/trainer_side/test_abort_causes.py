@@ -12,7 +12,8 @@ import httpx
 import pytest
 import torch
 
-from trainer_side import AsyncClient, Client, UpdateSession, causes
+from trainer_side import AsyncClient, Client, UpdateSession
+from trainer_side.client import causes
 from trainer_side.testing import FakeCoordinator, RecordingSender
 from updater.core.errors import CODES, Aborted, Failure, Rejected, Unavailable
 from updater.core.flow import CLIENT_REASONS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_side.causes import bodies, cause_of, claimable
+from trainer_side.client.causes import bodies, cause_of, claimable
 from updater.core.errors import Aborted, Failure, Rejected
 from updater.schemas import MAX_CAUSES, MAX_TEXT, AbortBody, CauseBody
 

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from trainer_side import flows
-from trainer_side.client import AsyncClient, Client
+from trainer_side.client import protocol
+from trainer_side.client.client import AsyncClient, Client
 from trainer_side.testing import RECEIPT
 from updater.core.errors import (
     Aborted,
@@ -109,7 +109,7 @@ def test_nobody_there_is_unavailable_after_all_tries() -> None:
         client(asked).version()
     assert caught.value.code == "unreachable"
     assert caught.value.retryable
-    assert len(asked.requests) == len(flows.BACKOFF_S) + 1
+    assert len(asked.requests) == len(protocol.BACKOFF_S) + 1
 
 
 @pytest.mark.case("F14")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_side import flows
-from trainer_side.client import Client
-from trainer_side.running import Hooks
-from trainer_side.session import AsyncUpdateSession, UpdateSession
+from trainer_side.client import protocol
+from trainer_side.client.client import Client
+from trainer_side.client.handle import Hooks
+from trainer_side.client.session import AsyncUpdateSession, UpdateSession
 from trainer_side.testing import FakeCoordinator, RecordingSender
 from transports.digest import tensor_digest, to_hex
 from transports.dtypes import DTYPE_NAMES
@@ -124,7 +124,7 @@ def test_one_bucket_at_a_time_is_held(client: Client, sender: RecordingSender) -
 
 
 def test_a_large_manifest_travels_ahead(coordinator: FakeCoordinator, client: Client, sender: RecordingSender) -> None:
-    with session(client, sender, manifest={"source_revision": "x" * flows.INLINE_MANIFEST}) as update:
+    with session(client, sender, manifest={"source_revision": "x" * protocol.INLINE_MANIFEST}) as update:
         put_all(update)
         update.seal()
     ((path, text),) = coordinator.uploads.items()

@@ -19,12 +19,12 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 
-from trainer_side import flows
-from trainer_side.causes import cause_of
-from trainer_side.flows import UPDATE_S
-from trainer_side.packing import Packer
-from trainer_side.request import Progress, PushRequest, silent
-from trainer_side.running import END_S, Hooks, Link, RunningUpdate
+from trainer_side.client import protocol
+from trainer_side.client.causes import cause_of
+from trainer_side.client.handle import END_S, Hooks, Link, RunningUpdate
+from trainer_side.client.packing import Packer
+from trainer_side.client.protocol import UPDATE_S
+from trainer_side.client.request import Progress, PushRequest, silent
 from transports.buckets import BUCKET_BYTES, StreamPlan
 from transports.stream import StreamSender
 from updater import wire
@@ -129,7 +129,7 @@ class UpdateSession:
         sender = self._sender
         source = {"kind": sender.kind, "address": sender.address, "session": sender.session}
         body = {**self._request.body(), "source": source, "lease_s": self._lease_s}
-        state = self._link.run(flows.begin_streamed(body, self._manifest))
+        state = self._link.run(protocol.begin_streamed(body, self._manifest))
         self._running = RunningUpdate(
             self._link, state, lease_s=self._lease_s, hooks=self._request.hooks, on_end=self._stop_sender
         )

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
 
-from trainer_side.causes import bodies
+from trainer_side.client.causes import bodies
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.core.version import Version
 from updater.manifest import Manifest

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from trainer_side import flows
-from trainer_side.causes import claimable
-from trainer_side.client import Cut
-from trainer_side.flows import Call, Flow
+from trainer_side.client import protocol
+from trainer_side.client.causes import claimable
+from trainer_side.client.client import Cut
+from trainer_side.client.protocol import Call, Flow
 from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.problems import receipt_error
 from updater.schemas import Receipt, UpdateState
@@ -133,10 +133,10 @@ class RunningUpdate:
         return self.receipt()
 
     def seal(self, digests: Mapping[str, str]) -> UpdateState:
-        return self._link.run(flows.seal(self.id, digests))
+        return self._link.run(protocol.seal(self.id, digests))
 
     def commit(self) -> UpdateState:
-        return self._link.run(flows.commit(self.id))
+        return self._link.run(protocol.commit(self.id))
 
     def abort(self, failures: Iterable[Failure] = ()) -> LiveweightsError | None:
         """Ask for the end, and say why as far as it is the trainer's to say. Returns what kept it from being asked."""
@@ -147,7 +147,7 @@ class RunningUpdate:
 
     def _abort(self, causes: Sequence[Failure]) -> LiveweightsError | None:
         try:
-            self._link.run(flows.abort(self.id, causes))
+            self._link.run(protocol.abort(self.id, causes))
         except LiveweightsError as error:
             return error
         return None
@@ -166,10 +166,10 @@ class RunningUpdate:
 
     @property
     def _path(self) -> str:
-        return flows.update_path(self.id)
+        return protocol.update_path(self.id)
 
     def _asked(self, call: Call) -> UpdateState:
-        return self._link.run(flows.ask(UpdateState, call))
+        return self._link.run(protocol.ask(UpdateState, call))
 
     @property
     def _over(self) -> bool:

@@ -1,4 +1,4 @@
-"""The client of a coordinator, sync and async. Both only perform what `trainer_side.flows` asks for."""
+"""The client of a coordinator, sync and async. Both only perform what `trainer_side.client.protocol` asks for."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from trainer_side import flows
-from trainer_side.flows import Answer, Call, Flow, NoAnswer, Wait
+from trainer_side.client import protocol
+from trainer_side.client.protocol import Answer, Call, Flow, NoAnswer, Wait
 from updater.core.errors import Failure, Unavailable, refuse
 
 T = TypeVar("T")
@@ -128,20 +128,20 @@ class Client:
         self._server, self._backoff = _server(whole), backoff
         self._http = httpx.Client(**_options(whole, token, transport, "ActorTransport"))
 
-    update = _sync(flows.update)
-    begin = _sync(flows.begin)
-    rollback = _sync(flows.rollback)
-    version = _sync(flows.version)
-    fleet = _sync(flows.fleet)
-    adopt = _sync(flows.adopt)
-    model = _sync(flows.model)
-    manifest = _sync(flows.manifest)
-    history = _sync(flows.history)
-    status = _sync(flows.status)
-    commit = _sync(flows.commit)
-    seal = _sync(flows.seal)
-    abort = _sync(flows.abort)
-    renew = _sync(flows.renew)
+    update = _sync(protocol.update)
+    begin = _sync(protocol.begin)
+    rollback = _sync(protocol.rollback)
+    version = _sync(protocol.version)
+    fleet = _sync(protocol.fleet)
+    adopt = _sync(protocol.adopt)
+    model = _sync(protocol.model)
+    manifest = _sync(protocol.manifest)
+    history = _sync(protocol.history)
+    status = _sync(protocol.status)
+    commit = _sync(protocol.commit)
+    seal = _sync(protocol.seal)
+    abort = _sync(protocol.abort)
+    renew = _sync(protocol.renew)
 
     def run(self, flow: Flow[T]) -> T:
         """The result of `flow`. Raises its typed errors."""
@@ -162,11 +162,11 @@ class Client:
 
         `cut`, from another thread, ends it at once. Raises Unavailable when the connection breaks or is ended.
         """
-        parser, cut = flows.EventParser(), cut or Cut()
+        parser, cut = protocol.EventParser(), cut or Cut()
         try:
-            with self._http.stream("GET", f"{flows.update_path(update)}/events", **_EVENTS) as response:
+            with self._http.stream("GET", f"{protocol.update_path(update)}/events", **_EVENTS) as response:
                 if response.status_code != 200:
-                    flows.read(Answer(response.status_code, response.read(), self._server))
+                    protocol.read(Answer(response.status_code, response.read(), self._server))
                 with cut.of(response):
                     for line in response.iter_lines():
                         if (event := parser.feed(line)) is not None:
@@ -206,20 +206,20 @@ class AsyncClient:
         self._server, self._backoff = _server(whole), backoff
         self._http = httpx.AsyncClient(**_options(whole, token, transport, "AsyncActorTransport"))
 
-    update = _async(flows.update)
-    begin = _async(flows.begin)
-    rollback = _async(flows.rollback)
-    version = _async(flows.version)
-    fleet = _async(flows.fleet)
-    adopt = _async(flows.adopt)
-    model = _async(flows.model)
-    manifest = _async(flows.manifest)
-    history = _async(flows.history)
-    status = _async(flows.status)
-    commit = _async(flows.commit)
-    seal = _async(flows.seal)
-    abort = _async(flows.abort)
-    renew = _async(flows.renew)
+    update = _async(protocol.update)
+    begin = _async(protocol.begin)
+    rollback = _async(protocol.rollback)
+    version = _async(protocol.version)
+    fleet = _async(protocol.fleet)
+    adopt = _async(protocol.adopt)
+    model = _async(protocol.model)
+    manifest = _async(protocol.manifest)
+    history = _async(protocol.history)
+    status = _async(protocol.status)
+    commit = _async(protocol.commit)
+    seal = _async(protocol.seal)
+    abort = _async(protocol.abort)
+    renew = _async(protocol.renew)
 
     async def run(self, flow: Flow[T]) -> T:
         """The result of `flow`. Raises its typed errors."""
@@ -237,11 +237,11 @@ class AsyncClient:
 
     async def events(self, update: str) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
         """As `Client.events`."""
-        parser = flows.EventParser()
+        parser = protocol.EventParser()
         try:
-            async with self._http.stream("GET", f"{flows.update_path(update)}/events", **_EVENTS) as response:
+            async with self._http.stream("GET", f"{protocol.update_path(update)}/events", **_EVENTS) as response:
                 if response.status_code != 200:
-                    flows.read(Answer(response.status_code, await response.aread(), self._server))
+                    protocol.read(Answer(response.status_code, await response.aread(), self._server))
                 async for line in response.aiter_lines():
                     if (event := parser.feed(line)) is not None:
                         yield event
@@ -320,4 +320,4 @@ def _no_answer(server: str, error: httpx.HTTPError) -> NoAnswer:
 
 
 def _unreachable(server: str, error: httpx.HTTPError) -> Unavailable:
-    return Unavailable(Failure("unreachable", _no_answer(server, error).reason, hint=flows.UNREACHABLE_HINT))
+    return Unavailable(Failure("unreachable", _no_answer(server, error).reason, hint=protocol.UNREACHABLE_HINT))

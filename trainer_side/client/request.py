@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
-from trainer_side.flows import UPDATE_S, Flow, version
-from trainer_side.running import Hooks
+from trainer_side.client.handle import Hooks
+from trainer_side.client.protocol import UPDATE_S, Flow, version
 from updater import wire
 from updater.core.errors import refuse
 from updater.core.policy import Policy
