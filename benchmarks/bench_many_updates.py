@@ -28,7 +28,7 @@ from benchmarks.common import Report
 from benchmarks.watching import Sample, sample
 from engine_adapter.models import ModelShape, make_versions
 from trainer_side import Client
-from trainer_side.pusher import Pusher
+from trainer_side.publishing.pusher import Pusher
 from updater.demo.processes import Children, free_port
 
 KINDS = ("disk", "broadcast", "shared_memory")

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from benchmarks.watching import held, peak_bytes
-from trainer_side.pusher import Pusher
+from trainer_side.publishing.pusher import Pusher
 from transports.digest import tensor_digest
 from transports.dtypes import DTYPE_NAMES
 

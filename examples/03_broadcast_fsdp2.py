@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from trainer_side.pusher import Pusher
+from trainer_side.publishing.pusher import Pusher
 from trainer_side.sources import as_source
 
 

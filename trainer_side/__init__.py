@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trainer_side.client.client import AsyncClient, Client
     from trainer_side.client.handle import Hooks
     from trainer_side.client.session import AsyncUpdateSession, UpdateSession
-    from trainer_side.pusher import Pusher, push, push_async
+    from trainer_side.publishing.pusher import Pusher, push, push_async
     from trainer_side.sources import as_source
     from updater.schemas import Receipt
 
@@ -35,12 +35,12 @@ _HOMES = {
     "AsyncUpdateSession": "trainer_side.client.session",
     "Client": "trainer_side.client.client",
     "Hooks": "trainer_side.client.handle",
-    "Pusher": "trainer_side.pusher",
+    "Pusher": "trainer_side.publishing.pusher",
     "Receipt": "updater.schemas",
     "UpdateSession": "trainer_side.client.session",
     "as_source": "trainer_side.sources",
-    "push": "trainer_side.pusher",
-    "push_async": "trainer_side.pusher",
+    "push": "trainer_side.publishing.pusher",
+    "push_async": "trainer_side.publishing.pusher",
 }
 
 

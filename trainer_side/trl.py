@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from trainer_side.client.protocol import UPDATE_S
-from trainer_side.pusher import Pusher
+from trainer_side.publishing.pusher import Pusher
 from trainer_side.sources.casts import Casts, Dtypes, cast
 from transports.dtypes import DTYPE_NAMES
 from updater.core.errors import refuse

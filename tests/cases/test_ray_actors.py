@@ -35,7 +35,7 @@ from tests.integration.ray_stage import (
 from tests.standing import stand_still
 from trainer_side.client.client import Client
 from trainer_side.client.session import UpdateSession
-from trainer_side.pusher import Pusher
+from trainer_side.publishing.pusher import Pusher
 from trainer_side.sources import as_source
 from transports.digest import tensor_digest, to_hex
 from transports.registry import make_sender

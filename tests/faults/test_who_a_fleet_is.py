@@ -24,7 +24,7 @@ from engine_adapter.testing import make_toy_checkpoint
 from tests.cases import replica_program
 from tests.standing import stand_still
 from trainer_side.client.client import Client
-from trainer_side.pusher import Pusher
+from trainer_side.publishing.pusher import Pusher
 from updater import wire
 from updater.core.participant import Fence, FenceRequest
 from updater.demo.processes import free_port

@@ -444,7 +444,7 @@ def _stream(
     path: Path, transport: Transport, dtypes: str | dict[str, str] | None, url: str, body: dict[str, Any]
 ) -> Receipt:
     """Send a checkpoint tensor by tensor; engines need not see its files."""
-    from trainer_side.pusher import Pusher
+    from trainer_side.publishing.pusher import Pusher
 
     def send(told: Callable[[int], None]) -> Receipt:
         with Pusher(url, transport=transport.value, dtypes=dtypes) as pusher:

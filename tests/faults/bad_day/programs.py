@@ -99,7 +99,7 @@ def trainers(told: Mapping[str, Any]) -> None:
     """Imports what a trainer needs, then forks one for every connection to `address`: a new one costs nothing."""
     import torch
 
-    for name in ("trainer_side.pusher", "transports.broadcast", "transports.shared_memory"):
+    for name in ("trainer_side.publishing.pusher", "transports.broadcast", "transports.shared_memory"):
         importlib.import_module(name)
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -122,7 +122,7 @@ def trainers(told: Mapping[str, Any]) -> None:
 def trainer(connection: socket.socket, told: Mapping[str, Any]) -> None:
     """One trainer: takes commands as lines of JSON, one at a time, and answers each with a line of JSON."""
     from trainer_side.client.client import Client
-    from trainer_side.pusher import Pusher
+    from trainer_side.publishing.pusher import Pusher
     from updater.core.errors import LiveweightsError
 
     port = told["sender_port"]

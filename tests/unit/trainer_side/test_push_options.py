@@ -13,9 +13,9 @@ import torch
 
 import trainer_side
 from trainer_side import Pusher, push, push_async
-from trainer_side.background import Background
 from trainer_side.client.request import REQUEST_DEFAULTS, PushRequest, RequestOptions
-from trainer_side.options import PUSHER_DEFAULTS, PusherOptions, PushOptions, parted
+from trainer_side.publishing.background import Background
+from trainer_side.publishing.options import PUSHER_DEFAULTS, PusherOptions, PushOptions, parted
 from trainer_side.testing import RECEIPT, FakeCoordinator
 from updater.core.errors import Rejected
 from updater.core.policy import Policy, SourceLayout

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer_side import on_disk, push, push_async
+from trainer_side import push, push_async
+from trainer_side.publishing import disk
 from trainer_side.testing import FakeCoordinator
 from transports.digest import tensor_digest, to_hex
 from updater.core.errors import Rejected
@@ -145,9 +146,9 @@ def test_only_folders_that_pushes_wrote_are_ever_removed(tmp_path: Path) -> None
         (tmp_path / name / FILE_NAME).write_text("{}")
     (tmp_path / "0-3").mkdir()
     (tmp_path / "0-4").symlink_to(tmp_path / "notes")
-    assert [path.name for path in on_disk.pushed(tmp_path)] == ["0-1", "0-2", "0-2.2", "0-10"]
-    assert [path.name for path in on_disk.surplus(tmp_path, 1, frozenset())] == ["0-1", "0-2"]
-    kept = on_disk.surplus(tmp_path, 0, frozenset({os.path.realpath(tmp_path / "0-2")}))
+    assert [path.name for path in disk.pushed(tmp_path)] == ["0-1", "0-2", "0-2.2", "0-10"]
+    assert [path.name for path in disk.surplus(tmp_path, 1, frozenset())] == ["0-1", "0-2"]
+    kept = disk.surplus(tmp_path, 0, frozenset({os.path.realpath(tmp_path / "0-2")}))
     assert [path.name for path in kept] == ["0-1", "0-2.2"]
 
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.unit.trainer_side.written import write_folder
-from trainer_side.folder import INDEX_NAME
+from trainer_side.publishing.folder import INDEX_NAME
 from trainer_side.sources import as_source
 from transports.digest import tensor_digest, to_hex
 from updater.core.errors import Rejected

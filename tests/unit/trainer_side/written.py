@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer_side.folder import FolderWriter
+from trainer_side.publishing.folder import FolderWriter
 from trainer_side.weights import WeightSource, model_of
 from updater.manifest import Manifest
 

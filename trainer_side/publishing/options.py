@@ -11,7 +11,7 @@ from typing import Any, TypedDict, cast
 
 from trainer_side.client.request import REQUEST_DEFAULTS, RequestOptions
 from trainer_side.client.session import STALL_S
-from trainer_side.folder import SHARD_BYTES
+from trainer_side.publishing.folder import SHARD_BYTES
 from trainer_side.sources.casts import Dtypes
 from transports.buckets import BUCKET_BYTES
 

@@ -9,24 +9,24 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Self, Unpack
 
-from trainer_side.background import Background, Rest, copied
-from trainer_side.carrier import Carrier
 from trainer_side.client import protocol
 from trainer_side.client.client import Client
 from trainer_side.client.handle import Link
 from trainer_side.client.request import REQUEST_DEFAULTS, PushRequest, RequestOptions, complete, keywords
 from trainer_side.lockstep import Lockstep
-from trainer_side.options import (
+from trainer_side.publishing.backends import Carrier
+from trainer_side.publishing.background import Background, Rest, copied
+from trainer_side.publishing.options import (
     PUSH_DEFAULTS,
     PUSHER_DEFAULTS,
     PusherOptions,
     PushOptions,
     parted,
 )
+from trainer_side.publishing.publish import follow, publish
 from trainer_side.sources import as_source
 from trainer_side.sources.casts import ENGINE, ROUNDED, Casts
 from trainer_side.sources.choose import Weights
-from trainer_side.stream import follow, publish
 from trainer_side.weights import WeightSource
 from updater.core.dtypes import wanted
 from updater.core.errors import Failure, Rejected

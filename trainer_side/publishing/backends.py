@@ -12,9 +12,9 @@ from trainer_side.client import protocol
 from trainer_side.client.handle import Link
 from trainer_side.client.request import PushRequest
 from trainer_side.client.session import UpdateSession
-from trainer_side.on_disk import FolderSending, Shelf
-from trainer_side.options import DIRECTORY_ENV, PusherOptions
-from trainer_side.stream import Sending, StreamSending
+from trainer_side.publishing.disk import FolderSending, Shelf
+from trainer_side.publishing.options import DIRECTORY_ENV, PusherOptions
+from trainer_side.publishing.publish import Sending, StreamSending
 from trainer_side.weights import WeightSource, model_of
 from transports.hashes import folder_document
 from transports.registry import make_sender
