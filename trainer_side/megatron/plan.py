@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer_side.lockstep import Lockstep
 from trainer_side.megatron.coordinates import Geometry
 from trainer_side.megatron.parameters import Fragment
+from trainer_side.ranks.agreement import Lockstep
 from transports.base import Box
 from updater.core.errors import Failure, LiveweightsError, Rejected
 from updater.manifest import TensorSpec

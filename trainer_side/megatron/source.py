@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_side.lockstep import Lockstep
 from trainer_side.megatron.coordinates import Coordinates, Geometry
 from trainer_side.megatron.parameters import Fragment, fragments, local_state
 from trainer_side.megatron.parts import Here, MegatronPart
 from trainer_side.megatron.plan import agree
 from trainer_side.megatron.rules import IGNORED, TIE, Rule, rules_of
+from trainer_side.ranks.agreement import Lockstep
 from trainer_side.sources.casts import Casts, Dtypes
 from trainer_side.sources.parts import PartsSource
 from transports.base import Box

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from trainer_side.client.request import PushRequest
-from trainer_side.lockstep import Lockstep
 from trainer_side.publishing.backends import Carrier
 from trainer_side.publishing.disk import FolderSending
 from trainer_side.publishing.publish import Leading, Sending, follow, publish
-from trainer_side.walk import digests_of, walk
+from trainer_side.ranks.agreement import Lockstep
+from trainer_side.ranks.iterate import digests_of, walk
 from trainer_side.weights import WeightSource, model_of
 from updater.core.errors import refuse
 from updater.manifest import TensorSpec

@@ -21,9 +21,9 @@ from trainer_side.client.handle import Link, RunningUpdate
 from trainer_side.client.protocol import Flow
 from trainer_side.client.request import PushRequest
 from trainer_side.client.session import LEASE_S
-from trainer_side.lockstep import Told
 from trainer_side.publishing.folder import SHARD_BYTES, FolderWriter
 from trainer_side.publishing.publish import Patience, late
+from trainer_side.ranks.agreement import Told
 from trainer_side.weights import WeightSource, model_of
 from updater.core.errors import LiveweightsError, refuse
 from updater.core.version import Version

@@ -13,7 +13,6 @@ from trainer_side.client import protocol
 from trainer_side.client.client import Client
 from trainer_side.client.handle import Link
 from trainer_side.client.request import REQUEST_DEFAULTS, PushRequest, RequestOptions, complete, keywords
-from trainer_side.lockstep import Lockstep
 from trainer_side.publishing.backends import Carrier
 from trainer_side.publishing.background import Background, Rest, copied
 from trainer_side.publishing.options import (
@@ -24,6 +23,7 @@ from trainer_side.publishing.options import (
     parted,
 )
 from trainer_side.publishing.publish import follow, publish
+from trainer_side.ranks.agreement import Lockstep
 from trainer_side.sources import as_source
 from trainer_side.sources.casts import ENGINE, ROUNDED, Casts
 from trainer_side.sources.choose import Weights

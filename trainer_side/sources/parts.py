@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from trainer_side.client.causes import cause_of
-from trainer_side.lockstep import Lockstep
+from trainer_side.ranks.agreement import Lockstep
 from trainer_side.sources.steps import StepWatch
 from transports.digest import MASK, to_hex
 from updater.core.errors import Failure, LiveweightsError, Rejected

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from tests.unit.trainer_side.written import write_folder
-from trainer_side.lockstep import Lockstep
 from trainer_side.publishing.background import Snapshot
+from trainer_side.ranks.agreement import Lockstep
 from trainer_side.sources import as_source
 from trainer_side.weights import model_of
 from transports.disk import DiskSource

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_side.lockstep import Lockstep
+from trainer_side.ranks.agreement import Lockstep
+from trainer_side.ranks.iterate import digests_of, follows, walk
 from trainer_side.sources.lora import Delta, LoraPart
-from trainer_side.walk import digests_of, follows, walk
 from updater.core.errors import Aborted, Failure, LiveweightsError, Rejected
 from updater.manifest import TensorSpec
 

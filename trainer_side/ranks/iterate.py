@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from trainer_side.client.causes import cause_of
-from trainer_side.lockstep import Lockstep
+from trainer_side.ranks.agreement import Lockstep
 from trainer_side.weights import WeightSource
 from updater.core.errors import Aborted, Failure, LiveweightsError, Rejected
 
