@@ -137,7 +137,7 @@ def _walk_of(trainer: Any) -> Callable[[torch.nn.Module], Iterator[tuple[str, to
 
 
 class StreamedParameters:
-    """A `trainer_side.weights.WeightSource` over an iterator of whole tensors: walked once, digested as they pass.
+    """A `trainer_side.sources.WeightSource` over an iterator of whole tensors: walked once, digested as they pass.
 
     Nothing can step meanwhile: the trainer is inside the call that walks it.
     """

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainer_side import Pusher
 from trainer_side.sources import Part, PartsSource, as_source
-from trainer_side.weights import WeightSource
+from trainer_side.sources.source import WeightSource
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.manifest import TensorSpec
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from trainer_side.sources import as_source
-from trainer_side.weights import WeightSource
+from trainer_side.sources.source import WeightSource
 from updater.core.errors import LiveweightsError
 
 SIZE = 4

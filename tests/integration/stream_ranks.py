@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainer_side import Pusher
 from trainer_side.sources import as_source
-from trainer_side.weights import WeightSource
+from trainer_side.sources.source import WeightSource
 from updater.core.errors import LiveweightsError
 from updater.manifest import TensorSpec
 

@@ -1,4 +1,4 @@
-"""A Megatron-core model as a `trainer_side.weights.WeightSource`, under the names that engines load.
+"""A Megatron-core model as a `trainer_side.sources.WeightSource`, under the names that engines load.
 
 What a parameter becomes is data (`rules`): a name, a way in which it lies in checkpoint tensors (`layouts`), and
 their names. Every rank cuts its own parameters to fragments, the ranks exchange what they hold once (`plan`), and from

@@ -26,7 +26,7 @@ Model = torch.nn.Module | Sequence[torch.nn.Module]
 
 
 class MegatronSource(PartsSource):
-    """A `trainer_side.weights.WeightSource`. Made on every rank of `group` at the same time: making it is collective.
+    """A `trainer_side.sources.WeightSource`. Made on every rank of `group` at the same time: making it is collective.
 
     `model`: the local `GPTModel`, or the list of its chunks (virtual pipeline stages); wrappers (`Float16Module`,
     `DistributedDataParallel`) may be around them.

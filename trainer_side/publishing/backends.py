@@ -15,7 +15,7 @@ from trainer_side.client.session import UpdateSession
 from trainer_side.publishing.disk import FolderSending, Shelf
 from trainer_side.publishing.options import DIRECTORY_ENV, PusherOptions
 from trainer_side.publishing.publish import Sending, StreamSending
-from trainer_side.weights import WeightSource, model_of
+from trainer_side.sources.source import WeightSource, model_of
 from transports.hashes import folder_document
 from transports.registry import make_sender
 from transports.stream import StreamSender

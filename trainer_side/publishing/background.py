@@ -14,7 +14,7 @@ from trainer_side.publishing.disk import FolderSending
 from trainer_side.publishing.publish import Leading, Sending, follow, publish
 from trainer_side.ranks.agreement import Lockstep
 from trainer_side.ranks.iterate import digests_of, walk
-from trainer_side.weights import WeightSource, model_of
+from trainer_side.sources.source import WeightSource, model_of
 from updater.core.errors import refuse
 from updater.manifest import TensorSpec
 from updater.schemas import Receipt

@@ -24,7 +24,7 @@ from trainer_side.client.session import LEASE_S
 from trainer_side.publishing.folder import SHARD_BYTES, FolderWriter
 from trainer_side.publishing.publish import Patience, late
 from trainer_side.ranks.agreement import Told
-from trainer_side.weights import WeightSource, model_of
+from trainer_side.sources.source import WeightSource, model_of
 from updater.core.errors import LiveweightsError, refuse
 from updater.core.version import Version
 from updater.manifest import FILE_NAME

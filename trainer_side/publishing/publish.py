@@ -16,7 +16,7 @@ import torch
 from trainer_side.client.session import UpdateSession
 from trainer_side.ranks.agreement import BEAT_S, Lockstep, Told
 from trainer_side.ranks.iterate import Taker, digests_of, touched, walk
-from trainer_side.weights import WeightSource
+from trainer_side.sources.source import WeightSource
 from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.schemas import Receipt
 

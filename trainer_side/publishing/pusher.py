@@ -27,7 +27,7 @@ from trainer_side.ranks.agreement import Lockstep
 from trainer_side.sources import as_source
 from trainer_side.sources.casts import ENGINE, ROUNDED, Casts
 from trainer_side.sources.choose import Weights
-from trainer_side.weights import WeightSource
+from trainer_side.sources.source import WeightSource
 from updater.core.dtypes import wanted
 from updater.core.errors import Failure, Rejected
 from updater.core.version import Version

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from trainer_side.client.causes import cause_of
 from trainer_side.ranks.agreement import Lockstep
-from trainer_side.weights import WeightSource
+from trainer_side.sources.source import WeightSource
 from updater.core.errors import Aborted, Failure, LiveweightsError, Rejected
 
 

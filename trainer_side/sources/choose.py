@@ -11,8 +11,8 @@ import torch
 from trainer_side.sources.casts import Casts, Dtypes
 from trainer_side.sources.folder import FolderSource
 from trainer_side.sources.modules import module_source
+from trainer_side.sources.source import WeightSource
 from trainer_side.sources.state_dict import state_dict_source
-from trainer_side.weights import WeightSource
 from updater.core.errors import refuse
 
 if TYPE_CHECKING:

@@ -43,9 +43,9 @@ class Part(Protocol):
 
 
 class PartsSource:
-    """A `trainer_side.weights.WeightSource` over parts, in their order.
+    """A `trainer_side.sources.WeightSource` over parts, in their order.
 
-    `model`: as in `trainer_side.weights.KnowsModel`; set by what made the source of more than tensors.
+    `model`: as in `trainer_side.sources.source.KnowsModel`; set by what made the source of more than tensors.
     """
 
     def __init__(

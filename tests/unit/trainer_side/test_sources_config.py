@@ -15,7 +15,7 @@ from tests.unit.trainer_side.written import write_folder
 from trainer_side.publishing.background import Snapshot
 from trainer_side.ranks.agreement import Lockstep
 from trainer_side.sources import as_source
-from trainer_side.weights import model_of
+from trainer_side.sources.source import model_of
 from transports.disk import DiskSource
 from transports.hashes import folder_document
 from updater.core.participant import Compared

@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from trainer_side.sources import as_source
 from trainer_side.sources.casts import cast
-from trainer_side.weights import WeightSource
+from trainer_side.sources.source import WeightSource
 from transports.digest import tensor_digest, to_hex
 from updater.core.errors import Rejected
 

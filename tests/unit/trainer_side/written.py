@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_side.publishing.folder import FolderWriter
-from trainer_side.weights import WeightSource, model_of
+from trainer_side.sources.source import WeightSource, model_of
 from updater.manifest import Manifest
 
 
