@@ -35,7 +35,7 @@ from tests.integration.ray_stage import (
     until,
 )
 from trainer_side import AsyncClient
-from trainer_side.client.client import Cut
+from trainer_side.client.client import Canceller
 from updater.core.errors import LiveweightsError, Rejected, Unavailable
 from updater.ray_actor import start_coordinator, stop_coordinator
 from updater.settings import STATE_ENV, Settings
@@ -130,7 +130,7 @@ def test_completions_come_as_a_stream(fleet: Fleet) -> None:
 def test_the_async_client_and_a_cut_stream_of_events(fleet: Fleet) -> None:
     update = fleet.manual(fleet.other())
     fleet.phase(update, "ready")
-    cut, first = Cut(), threading.Event()
+    cut, first = Canceller(), threading.Event()
 
     def read() -> LiveweightsError:
         def events() -> None:

@@ -29,8 +29,8 @@ from engine_adapter.testing.reference import Reference
 from tests.cases.live_fleet import PROMPT, TOKENS, LiveFleet, View, live_fleet
 from tests.standing import stand_still
 from trainer_side import Client, Hooks, Pusher, UpdateSession
-from trainer_side.client.client import Cut
-from trainer_side.client.protocol import Call, Flow, NoAnswer
+from trainer_side.client.client import Canceller
+from trainer_side.client.protocol import HttpCall, HttpSteps, NoAnswer
 from trainer_side.sources import as_source
 from transports.buckets import StreamPlan
 from transports.registry import make_sender
@@ -381,21 +381,21 @@ class Unrenewed:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def run(self, flow: Flow[Any]) -> Any:
-        return self._client.run(_without_renewals(flow))
+    def run(self, steps: HttpSteps[Any]) -> Any:
+        return self._client.run(_without_renewals(steps))
 
-    def events(self, update: str, cut: Cut | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def events(self, update: str, cut: Canceller | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
         return self._client.events(update, cut)
 
 
-def _without_renewals(flow: Flow[Any]) -> Flow[Any]:
+def _without_renewals(steps: HttpSteps[Any]) -> HttpSteps[Any]:
     answer = None
     while True:
         try:
-            step = flow.send(answer)
+            step = steps.send(answer)
         except StopIteration as done:
             return done.value
-        lost = isinstance(step, Call) and step.path.endswith("/renew")
+        lost = isinstance(step, HttpCall) and step.path.endswith("/renew")
         answer = NoAnswer("lost on the way") if lost else (yield step)
 
 

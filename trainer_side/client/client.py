@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from trainer_side.client import protocol
-from trainer_side.client.protocol import Answer, Call, Flow, NoAnswer, Wait
+from trainer_side.client.protocol import HttpAnswer, HttpCall, HttpSteps, NoAnswer, Wait
 from updater.core.errors import Failure, Unavailable, refuse
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ def default_token() -> str:
     return os.environ.get(TOKEN_ENV, "").split(",")[0].strip()
 
 
-class Cut:
+class Canceller:
     """Ends a stream of events from another thread, also while its reader waits for a byte."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Cut:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
 
-def _sync(verb: Callable[P, Flow[T]]) -> Callable[Concatenate[Client, P], T]:
+def _sync(verb: Callable[P, HttpSteps[T]]) -> Callable[Concatenate[Client, P], T]:
     """A method of `Client` with the arguments and the text of `verb`."""
 
     def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -86,7 +86,7 @@ def _sync(verb: Callable[P, Flow[T]]) -> Callable[Concatenate[Client, P], T]:
     return _described(method, verb)
 
 
-def _async(verb: Callable[P, Flow[T]]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+def _async(verb: Callable[P, HttpSteps[T]]) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
     """The same of `AsyncClient`."""
 
     async def method(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -100,7 +100,7 @@ def _described(method: F, verb: Callable[..., object]) -> F:
     method.__name__, method.__doc__ = verb.__name__, verb.__doc__
     told = inspect.signature(verb)
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    result = str(told.return_annotation).removeprefix("Flow[").removesuffix("]")
+    result = str(told.return_annotation).removeprefix("HttpSteps[").removesuffix("]")
     signed: Any = method
     signed.__signature__ = told.replace(parameters=[first, *told.parameters.values()], return_annotation=result)
     return method
@@ -143,12 +143,12 @@ class Client:
     abort = _sync(protocol.abort)
     renew = _sync(protocol.renew)
 
-    def run(self, flow: Flow[T]) -> T:
-        """The result of `flow`. Raises its typed errors."""
-        answer: Answer | NoAnswer | None = None
+    def run(self, steps: HttpSteps[T]) -> T:
+        """The result of `steps`. Raises its typed errors."""
+        answer: HttpAnswer | NoAnswer | None = None
         while True:
             try:
-                step = flow.send(answer)
+                step = steps.send(answer)
             except StopIteration as done:
                 return done.value  # type: ignore[no-any-return]
             if isinstance(step, Wait):
@@ -157,17 +157,17 @@ class Client:
             else:
                 answer = self._perform(step)
 
-    def events(self, update: str, cut: Cut | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def events(self, update: str, canceller: Canceller | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(name, data) as the coordinator sends them, until the update has ended.
 
-        `cut`, from another thread, ends it at once. Raises Unavailable when the connection breaks or is ended.
+        `canceller`, from another thread, ends it at once. Raises Unavailable when the connection breaks or is ended.
         """
-        parser, cut = protocol.EventParser(), cut or Cut()
+        parser, canceller = protocol.EventParser(), canceller or Canceller()
         try:
             with self._http.stream("GET", f"{protocol.update_path(update)}/events", **_EVENTS) as response:
                 if response.status_code != 200:
-                    protocol.read(Answer(response.status_code, response.read(), self._server))
-                with cut.of(response):
+                    protocol.read(HttpAnswer(response.status_code, response.read(), self._server))
+                with canceller.of(response):
                     for line in response.iter_lines():
                         if (event := parser.feed(line)) is not None:
                             yield event
@@ -183,12 +183,12 @@ class Client:
     def __exit__(self, *_caught: object) -> None:
         self.close()
 
-    def _perform(self, call: Call) -> Answer | NoAnswer:
+    def _perform(self, call: HttpCall) -> HttpAnswer | NoAnswer:
         try:
             response = self._http.request(**_request(call))
         except httpx.HTTPError as error:
             return _no_answer(self._server, error)
-        return Answer(response.status_code, response.content, self._server)
+        return HttpAnswer(response.status_code, response.content, self._server)
 
 
 class AsyncClient:
@@ -221,12 +221,12 @@ class AsyncClient:
     abort = _async(protocol.abort)
     renew = _async(protocol.renew)
 
-    async def run(self, flow: Flow[T]) -> T:
-        """The result of `flow`. Raises its typed errors."""
-        answer: Answer | NoAnswer | None = None
+    async def run(self, steps: HttpSteps[T]) -> T:
+        """The result of `steps`. Raises its typed errors."""
+        answer: HttpAnswer | NoAnswer | None = None
         while True:
             try:
-                step = flow.send(answer)
+                step = steps.send(answer)
             except StopIteration as done:
                 return done.value  # type: ignore[no-any-return]
             if isinstance(step, Wait):
@@ -241,7 +241,7 @@ class AsyncClient:
         try:
             async with self._http.stream("GET", f"{protocol.update_path(update)}/events", **_EVENTS) as response:
                 if response.status_code != 200:
-                    protocol.read(Answer(response.status_code, await response.aread(), self._server))
+                    protocol.read(HttpAnswer(response.status_code, await response.aread(), self._server))
                 async for line in response.aiter_lines():
                     if (event := parser.feed(line)) is not None:
                         yield event
@@ -257,12 +257,12 @@ class AsyncClient:
     async def __aexit__(self, *_caught: object) -> None:
         await self.close()
 
-    async def _perform(self, call: Call) -> Answer | NoAnswer:
+    async def _perform(self, call: HttpCall) -> HttpAnswer | NoAnswer:
         try:
             response = await self._http.request(**_request(call))
         except httpx.HTTPError as error:
             return _no_answer(self._server, error)
-        return Answer(response.status_code, response.content, self._server)
+        return HttpAnswer(response.status_code, response.content, self._server)
 
 
 def _options(url: str, token: str | None, transport: object, of_actor: str) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def address(url: str) -> str:
     return whole
 
 
-def _request(call: Call) -> dict[str, Any]:
+def _request(call: HttpCall) -> dict[str, Any]:
     request: dict[str, Any] = {"method": call.method, "url": call.path, "timeout": call.timeout_s}
     if call.query:
         request["params"] = list(call.query)

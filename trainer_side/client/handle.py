@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 from trainer_side.client import protocol
 from trainer_side.client.causes import claimable
-from trainer_side.client.client import Cut
-from trainer_side.client.protocol import Call, Flow
+from trainer_side.client.client import Canceller
+from trainer_side.client.protocol import HttpCall, HttpSteps
 from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.problems import receipt_error
 from updater.schemas import Receipt, UpdateState
@@ -27,20 +27,9 @@ AGAIN_S = 0.25
 ASK_S = 5.0
 #: How long an update that was told to end may take to do so: discarding has a deadline of its own.
 END_S = 90.0
-#: Phases that only a verified update enters, and those that only one enters for which every rank stands still.
-_STAGED = frozenset(
-    (
-        "ready",
-        "pausing",
-        "deciding",
-        "installing",
-        "invalidating",
-        "publishing",
-        "resuming",
-        "restoring",
-    )
-)
+#: Phases that an update enters only while every rank stands still, and those that only a verified one enters.
 _PAUSED = frozenset(("deciding", "installing", "invalidating", "publishing", "resuming", "restoring"))
+_STAGED = _PAUSED | {"ready", "pausing"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +46,17 @@ class Hooks:
     on_rolled_back: Callable[[Receipt], None] | None = None
 
 
-class Link(Protocol):
+class CoordinatorLink(Protocol):
     """What speaks to the coordinator: a `Client`, or what does the same. Used from any thread."""
 
-    def run(self, flow: Flow[T]) -> T:
+    def run(self, steps: HttpSteps[T]) -> T:
         """Raises LiveweightsError."""
 
-    def events(self, update: str, cut: Cut | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def events(self, update: str, canceller: Canceller | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(`phase`, state), (`receipt`, receipt) and others, until the update ended. Raises Unavailable."""
 
 
-class RunningUpdate:
+class UpdateHandle:
     """One update, once begun. `on_end` is called from another thread as soon as it is known to have ended, once.
 
     `lease_s`: renewed three times within it; None: there is no lease.
@@ -75,7 +64,7 @@ class RunningUpdate:
 
     def __init__(
         self,
-        link: Link,
+        link: CoordinatorLink,
         state: UpdateState,
         *,
         lease_s: float | None,
@@ -90,7 +79,7 @@ class RunningUpdate:
         self._lost: LiveweightsError | None = None  # it is no longer known how it ends
         self._end_told = False
         self._closing = threading.Event()
-        self._cut = Cut()
+        self._canceller = Canceller()
         self._threads = [threading.Thread(target=self._watch, name=f"liveweights-watch-{self.id}", daemon=True)]
         if lease_s is not None:
             renewal = threading.Thread(target=self._renew, args=(lease_s,), name="liveweights-lease", daemon=True)
@@ -157,7 +146,7 @@ class RunningUpdate:
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
-        self._cut()
+        self._canceller()
         for thread in self._threads:
             if thread is not threading.current_thread():  # a hook may close what it was called by
                 thread.join()
@@ -168,7 +157,7 @@ class RunningUpdate:
     def _path(self) -> str:
         return protocol.update_path(self.id)
 
-    def _asked(self, call: Call) -> UpdateState:
+    def _asked(self, call: HttpCall) -> UpdateState:
         return self._link.run(protocol.ask(UpdateState, call))
 
     @property
@@ -178,10 +167,10 @@ class RunningUpdate:
     def _watch(self) -> None:
         while not self._closing.is_set():
             try:
-                for name, data in self._link.events(self.id, self._cut):
+                for name, data in self._link.events(self.id, self._canceller):
                     self._hear(name, data)
                 # The end of the events is the end of the update, unless this reader was let go.
-                self._take(self._asked(Call("GET", self._path, timeout_s=ASK_S, tries=False)))
+                self._take(self._asked(HttpCall("GET", self._path, timeout_s=ASK_S, tries=False)))
             except Unavailable:
                 pass  # asked again; how long that makes sense is for the lease or the caller to say
             except LiveweightsError as error:
@@ -234,7 +223,7 @@ class RunningUpdate:
                 return
             asked = time.monotonic()
             try:
-                self._asked(Call("POST", f"{self._path}/renew", timeout_s=lease_s / 3, tries=False))
+                self._asked(HttpCall("POST", f"{self._path}/renew", timeout_s=lease_s / 3, tries=False))
                 renewed = asked
             except Unavailable as error:
                 if time.monotonic() - renewed >= lease_s:

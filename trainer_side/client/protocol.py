@@ -1,6 +1,6 @@
 """What a client asks a coordinator and how it reads the answers, without IO: one description for both clients.
 
-A conversation is a generator (`Flow`): it yields a `Call` and is sent an `Answer` or a `NoAnswer`;
+A conversation is a generator (`HttpSteps`): it yields a `HttpCall` and is sent an `HttpAnswer` or a `NoAnswer`;
 it yields a `Wait` and is sent None; it returns its result or raises a typed error. The first functions here are the
 methods of `Client` and `AsyncClient`, with the same arguments.
 """
@@ -41,7 +41,7 @@ INLINE_MANIFEST = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class HttpCall:
     """One request. `body` is sent as JSON, `text` as it is. `timeout_s` bounds the whole of it. `tries`: whether it is
     sent again when no answer came."""
 
@@ -60,7 +60,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """`server`: the address that it came from."""
 
     status: int
@@ -79,18 +79,18 @@ class NoAnswer:
     again: bool = True
 
 
-Flow = Generator[Call | Wait, Answer | NoAnswer | None, T]
+HttpSteps = Generator[HttpCall | Wait, HttpAnswer | NoAnswer | None, T]
 
 
 # -- the verbs of both clients
 
 
-def update(body: Mapping[str, Any], *, timeout_s: float = UPDATE_S) -> Flow[Receipt]:
+def update(body: Mapping[str, Any], *, timeout_s: float = UPDATE_S) -> HttpSteps[Receipt]:
     """Begin an update (the body of `POST /v1/updates`) and wait for the receipt of a committed one."""
     return (yield from ask(Receipt, _begin(body, timeout_s)))
 
 
-def begin(body: Mapping[str, Any]) -> Flow[UpdateState]:
+def begin(body: Mapping[str, Any]) -> HttpSteps[UpdateState]:
     """Begin an update and return while it runs."""
     return (yield from ask(UpdateState, _begin(body)))
 
@@ -101,7 +101,7 @@ def rollback(
     *,
     timeout_s: float = UPDATE_S,
     **more: Any,
-) -> Flow[Receipt]:
+) -> HttpSteps[Receipt]:
     """Back to `target` (default: what the fleet offers as `rollback_to`) from `expected_live` (default: live).
 
     `more`: of the body, as `policy={"in_flight": "abort"}` for a fleet that does not come to rest in time.
@@ -114,55 +114,55 @@ def rollback(
     return (yield from ask(Receipt, _post("/v1/rollback", body, timeout_s)))
 
 
-def version() -> Flow[VersionState]:
+def version() -> HttpSteps[VersionState]:
     """What is live, since when, and what a rollback would bring back."""
-    return (yield from ask(VersionState, Call("GET", "/v1/version")))
+    return (yield from ask(VersionState, HttpCall("GET", "/v1/version")))
 
 
-def fleet() -> Flow[FleetState]:
+def fleet() -> HttpSteps[FleetState]:
     """Members and ranks."""
-    return (yield from ask(FleetState, Call("GET", "/v1/fleet")))
+    return (yield from ask(FleetState, HttpCall("GET", "/v1/fleet")))
 
 
-def adopt(members: Mapping[str, str]) -> Flow[FleetState]:
+def adopt(members: Mapping[str, str]) -> HttpSteps[FleetState]:
     """Let this coordinator, whose journal is empty or behind, take over these fronts (replica to URL)."""
     named = [{"replica": replica, "url": url} for replica, url in members.items()]
-    call = Call("POST", "/v1/fleet/adopt", {"members": named, "confirm": True}, tries=False)
+    call = HttpCall("POST", "/v1/fleet/adopt", {"members": named, "confirm": True}, tries=False)
     return (yield from ask(FleetState, call))
 
 
-def model() -> Flow[ModelState]:
+def model() -> HttpSteps[ModelState]:
     """What the fleet's engines run on, beside tensors: config, tokenizer, quantisation."""
-    return (yield from ask(ModelState, Call("GET", "/v1/fleet/model")))
+    return (yield from ask(ModelState, HttpCall("GET", "/v1/fleet/model")))
 
 
-def manifest(digest: str) -> Flow[Mapping[str, Any]]:
+def manifest(digest: str) -> HttpSteps[Mapping[str, Any]]:
     """The manifest of a version by its digest. Raises Rejected `not_found`."""
     return (yield from get(f"/v1/manifests/{digest}"))
 
 
-def history(limit: int | None = None) -> Flow[list[Receipt]]:
+def history(limit: int | None = None) -> HttpSteps[list[Receipt]]:
     """Past receipts, newest first."""
     query = () if limit is None else (("limit", str(limit)),)
-    return (yield from ask(_History, Call("GET", "/v1/history", None, query))).receipts
+    return (yield from ask(_History, HttpCall("GET", "/v1/history", None, query))).receipts
 
 
-def status(update: str) -> Flow[UpdateState]:
+def status(update: str) -> HttpSteps[UpdateState]:
     """State and timings of one update."""
-    return (yield from ask(UpdateState, Call("GET", update_path(update))))
+    return (yield from ask(UpdateState, HttpCall("GET", update_path(update))))
 
 
-def commit(update: str) -> Flow[UpdateState]:
+def commit(update: str) -> HttpSteps[UpdateState]:
     """Let an update with `commit: manual` go on from READY."""
     return (yield from ask(UpdateState, _post(f"{update_path(update)}/commit")))
 
 
-def seal(update: str, digests: Mapping[str, str] | None = None) -> Flow[UpdateState]:
+def seal(update: str, digests: Mapping[str, str] | None = None) -> HttpSteps[UpdateState]:
     """The stream is complete. `digests`: name -> 16 hex digits, of tensors that the manifest has none of."""
     return (yield from ask(UpdateState, _post(f"{update_path(update)}/seal", {"digests": dict(digests or {})})))
 
 
-def abort(update: str, failures: Iterable[Failure] = ()) -> Flow[UpdateState]:
+def abort(update: str, failures: Iterable[Failure] = ()) -> HttpSteps[UpdateState]:
     """End an undecided update. `failures`: what made you, with codes of `updater.schemas.CAUSES`."""
     causes = bodies(failures)
     return (
@@ -170,7 +170,7 @@ def abort(update: str, failures: Iterable[Failure] = ()) -> Flow[UpdateState]:
     )
 
 
-def renew(update: str) -> Flow[UpdateState]:
+def renew(update: str) -> HttpSteps[UpdateState]:
     """The update is still wanted. Raises `lease_expired` or `wrong_phase` when it ended."""
     return (yield from ask(UpdateState, _post(f"{update_path(update)}/renew")))
 
@@ -182,21 +182,21 @@ class _History(BaseModel):
     receipts: list[Receipt] = []
 
 
-def begin_streamed(body: Mapping[str, Any], manifest: Manifest) -> Flow[UpdateState]:
+def begin_streamed(body: Mapping[str, Any], manifest: Manifest) -> HttpSteps[UpdateState]:
     """`begin` with a manifest, which is uploaded ahead where it is large."""
     text = manifest.to_json()
     if len(text) <= INLINE_MANIFEST:
         return (yield from begin({**body, "manifest": json.loads(text)}))
-    read((yield from _answered(Call("PUT", f"/v1/manifests/{manifest.digest}", text=text))))
+    read((yield from _answered(HttpCall("PUT", f"/v1/manifests/{manifest.digest}", text=text))))
     return (yield from begin({**body, "manifest": manifest.digest}))
 
 
-def get(path: str) -> Flow[Mapping[str, Any]]:
+def get(path: str) -> HttpSteps[Mapping[str, Any]]:
     """`GET path`: the JSON object as it came, also from a coordinator of another release."""
-    return read((yield from _answered(Call("GET", path))))
+    return read((yield from _answered(HttpCall("GET", path))))
 
 
-def ask(kind: type[M], call: Call) -> Flow[M]:
+def ask(kind: type[M], call: HttpCall) -> HttpSteps[M]:
     """The answer of a success. Raises Rejected `not_found` for what another server than a coordinator answers."""
     answer = yield from _answered(call)
     document = read(answer)
@@ -210,12 +210,12 @@ def ask(kind: type[M], call: Call) -> Flow[M]:
         ) from None
 
 
-def _answered(call: Call) -> Flow[Answer]:
+def _answered(call: HttpCall) -> HttpSteps[HttpAnswer]:
     """Sends the call again while no answer comes, unless it says otherwise; then raises Unavailable `unreachable`."""
     reason = ""
     for pause in (*BACKOFF_S, None):
         answer = yield call
-        if isinstance(answer, Answer):
+        if isinstance(answer, HttpAnswer):
             return answer
         reason = answer.reason if answer else "no answer"
         if pause is None or not call.tries or (answer and not answer.again):
@@ -225,7 +225,7 @@ def _answered(call: Call) -> Flow[Answer]:
     raise Unavailable(Failure("unreachable", text, hint=UNREACHABLE_HINT))
 
 
-def read(answer: Answer) -> Mapping[str, Any]:
+def read(answer: HttpAnswer) -> Mapping[str, Any]:
     """The JSON object of a success, or the typed error that a problem document tells of."""
     try:
         document = json.loads(answer.body)
@@ -244,7 +244,7 @@ def update_path(update: str) -> str:
     return f"/v1/updates/{quote(update, safe='')}"
 
 
-def _begin(body: Mapping[str, Any], wait_s: float | None = None) -> Call:
+def _begin(body: Mapping[str, Any], wait_s: float | None = None) -> HttpCall:
     """`POST /v1/updates`. A repeat after a broken connection joins the update that the first one began: a path on disk
     has the coordinator's own id for that, `run-step`; everything else gets one here if it has none.
     """
@@ -254,11 +254,11 @@ def _begin(body: Mapping[str, Any], wait_s: float | None = None) -> Call:
     return _post("/v1/updates", named, wait_s)
 
 
-def _post(path: str, body: Mapping[str, Any] | None = None, wait_s: float | None = None) -> Call:
+def _post(path: str, body: Mapping[str, Any] | None = None, wait_s: float | None = None) -> HttpCall:
     """`wait_s`: how long to wait for the end of what is begun; None: the answer comes while it runs."""
     if wait_s is None:
-        return Call("POST", path, body)
-    return Call("POST", path, body, (("wait", "true"),), wait_s)
+        return HttpCall("POST", path, body)
+    return HttpCall("POST", path, body, (("wait", "true"),), wait_s)
 
 
 class EventParser:

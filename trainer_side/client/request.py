@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 from trainer_side.client.handle import Hooks
-from trainer_side.client.protocol import UPDATE_S, Flow, version
+from trainer_side.client.protocol import UPDATE_S, HttpSteps, version
 from updater import wire
 from updater.core.errors import refuse
 from updater.core.policy import Policy
@@ -100,7 +100,7 @@ class PushRequest:
         body: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return {"version": self.version, **({"policy": dict(self.policy)} if self.policy else {}), **body}
 
-    def label(self) -> Flow[str]:
+    def label(self) -> HttpSteps[str]:
         """A bare step belongs to the run that is live, or with `new_run` to the next one."""
         if not isinstance(self.version, int):
             return str(self.version)

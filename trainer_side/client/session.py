@@ -21,7 +21,7 @@ import torch
 
 from trainer_side.client import protocol
 from trainer_side.client.causes import cause_of
-from trainer_side.client.handle import END_S, Hooks, Link, RunningUpdate
+from trainer_side.client.handle import END_S, CoordinatorLink, Hooks, UpdateHandle
 from trainer_side.client.packing import Packer
 from trainer_side.client.protocol import UPDATE_S
 from trainer_side.client.request import Progress, PushRequest, silent
@@ -78,7 +78,7 @@ class UpdateSession:
 
     def __init__(
         self,
-        link: Link,
+        link: CoordinatorLink,
         sender: StreamSender,
         specs: Mapping[str, TensorSpec],
         version: int | str | Version | PushRequest,
@@ -116,7 +116,7 @@ class UpdateSession:
         self._plan.check()
         self._packer = Packer(self._plan, sender, known, stall_s)
         self._stall_s = stall_s
-        self._running: RunningUpdate | None = None
+        self._running: UpdateHandle | None = None
         self._opened = False  # the sender has met, or tried to meet, the receivers
         self._sealed = False
         self._asked = False  # that the update end, by this session
@@ -130,7 +130,7 @@ class UpdateSession:
         source = {"kind": sender.kind, "address": sender.address, "session": sender.session}
         body = {**self._request.body(), "source": source, "lease_s": self._lease_s}
         state = self._link.run(protocol.begin_streamed(body, self._manifest))
-        self._running = RunningUpdate(
+        self._running = UpdateHandle(
             self._link, state, lease_s=self._lease_s, hooks=self._request.hooks, on_end=self._stop_sender
         )
         return state
@@ -258,7 +258,7 @@ class UpdateSession:
 
     # -- inside
 
-    def _begun(self) -> RunningUpdate:
+    def _begun(self) -> UpdateHandle:
         if self._running is None:
             raise refuse("wrong_phase", "the update has not begun")
         return self._running

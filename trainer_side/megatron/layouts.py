@@ -17,7 +17,7 @@ from transports.base import Box
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LayoutCut:
     """`pieces`, stacked along dimension 0, are region `box` of a checkpoint tensor of `shape`.
 
     `target`: which of the rule's names. `expert`: number within the rank, where one parameter holds several.
@@ -31,7 +31,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayoutPlace:
     """What a layout may know beside the tensor. `local_experts`: how many of them one rank holds."""
 
     seat: Seat
@@ -39,29 +39,29 @@ class Place:
     local_experts: int = 0
 
 
-Layout = Callable[[torch.Tensor, Place], Iterator[Cut]]
+Layout = Callable[[torch.Tensor, LayoutPlace], Iterator[LayoutCut]]
 
 
 class Unfit(ValueError):
     """The parameter's shape is not what its layout says."""
 
 
-def whole(tensor: torch.Tensor, place: Place) -> Iterator[Cut]:
+def whole(tensor: torch.Tensor, place: LayoutPlace) -> Iterator[LayoutCut]:
     """The same on every rank of the seat: norms, the router, biases of row-parallel layers."""
-    yield Cut(0, tuple(tensor.shape), Box.whole(tensor.shape), (tensor,))
+    yield LayoutCut(0, tuple(tensor.shape), Box.whole(tensor.shape), (tensor,))
 
 
-def rows(tensor: torch.Tensor, place: Place) -> Iterator[Cut]:
+def rows(tensor: torch.Tensor, place: LayoutPlace) -> Iterator[LayoutCut]:
     """Column-parallel (Megatron's word for a cut along the output): dimension 0 over the ranks."""
     yield _rows(0, tensor, place.seat)
 
 
-def columns(tensor: torch.Tensor, place: Place) -> Iterator[Cut]:
+def columns(tensor: torch.Tensor, place: LayoutPlace) -> Iterator[LayoutCut]:
     """Row-parallel: dimension 1 over the ranks."""
     yield _columns(0, tensor, place.seat)
 
 
-def vocabulary(tensor: torch.Tensor, place: Place) -> Iterator[Cut]:
+def vocabulary(tensor: torch.Tensor, place: LayoutPlace) -> Iterator[LayoutCut]:
     """Dimension 0 over the ranks, and the padding at its end belongs to no rank."""
     count, seat = tensor.shape[0], place.seat
     real = place.geometry.vocabulary or count * seat.size
@@ -71,10 +71,10 @@ def vocabulary(tensor: torch.Tensor, place: Place) -> Iterator[Cut]:
     size = min(count, real - start)
     if size:
         shape, box = _row_region(tensor, real, start, size)
-        yield Cut(0, shape, box, (tensor[:size],))
+        yield LayoutCut(0, shape, box, (tensor[:size],))
 
 
-def gate_up(tensor: torch.Tensor, place: Place) -> Iterator[Cut]:
+def gate_up(tensor: torch.Tensor, place: LayoutPlace) -> Iterator[LayoutCut]:
     """Each rank holds its rows of the gate, then its rows of the up projection."""
     if not place.geometry.gated:
         raise Unfit("the model's config has no gated linear unit: nothing to split")
@@ -84,7 +84,7 @@ def gate_up(tensor: torch.Tensor, place: Place) -> Iterator[Cut]:
         yield _rows(target, half, place.seat)
 
 
-def query_key_value(tensor: torch.Tensor, place: Place) -> Iterator[Cut]:
+def query_key_value(tensor: torch.Tensor, place: LayoutPlace) -> Iterator[LayoutCut]:
     """Rows of the fused tensor: for each group of heads its queries, its key, its value; cut evenly over the ranks.
 
     Also right where a rank's share ends inside a group, which Megatron does with fewer groups than ranks.
@@ -106,21 +106,21 @@ def query_key_value(tensor: torch.Tensor, place: Place) -> Iterator[Cut]:
             # Runs of one kind follow each other in the checkpoint, whatever lies between them here.
             size = sum(piece.shape[0] for piece in pieces)
             shape, box = _row_region(tensor, width * geometry.groups, held[target][0][0], size)
-            yield Cut(target, shape, box, pieces)
+            yield LayoutCut(target, shape, box, pieces)
 
 
-def grouped_fc1(tensor: torch.Tensor, place: Place) -> Iterator[Cut]:
+def grouped_fc1(tensor: torch.Tensor, place: LayoutPlace) -> Iterator[LayoutCut]:
     """`GroupedMLP.weight1`: its memory is [experts, hidden, gate and up of this rank], transposed to the checkpoint."""
     for expert, matrix in enumerate(_stacked(tensor, place, (tensor.shape[0], -1))):
         for cut in gate_up(matrix, place):
-            yield Cut(cut.target, cut.shape, cut.box, cut.pieces, expert)
+            yield LayoutCut(cut.target, cut.shape, cut.box, cut.pieces, expert)
 
 
-def grouped_fc2(tensor: torch.Tensor, place: Place) -> Iterator[Cut]:
+def grouped_fc2(tensor: torch.Tensor, place: LayoutPlace) -> Iterator[LayoutCut]:
     """`GroupedMLP.weight2`: its memory is [experts, intermediate of this rank, hidden], transposed too."""
     for expert, matrix in enumerate(_stacked(tensor, place, (-1, tensor.shape[1]))):
         cut = _columns(0, matrix, place.seat)
-        yield Cut(0, cut.shape, cut.box, cut.pieces, expert)
+        yield LayoutCut(0, cut.shape, cut.box, cut.pieces, expert)
 
 
 #: Layout by the name that rules use, and the dimension that Megatron's own attributes must name (None: any).
@@ -148,18 +148,18 @@ def check_partition(tensor: torch.Tensor, dimension: int | None, seat: Seat) -> 
         raise Unfit(f"megatron partitions dimension {said}, its rule {dimension} (-1: not at all)")
 
 
-def _rows(target: int, tensor: torch.Tensor, seat: Seat) -> Cut:
+def _rows(target: int, tensor: torch.Tensor, seat: Seat) -> LayoutCut:
     count = tensor.shape[0]
     shape, box = _row_region(tensor, count * seat.size, count * seat.rank, count)
-    return Cut(target, shape, box, (tensor,))
+    return LayoutCut(target, shape, box, (tensor,))
 
 
-def _columns(target: int, tensor: torch.Tensor, seat: Seat) -> Cut:
+def _columns(target: int, tensor: torch.Tensor, seat: Seat) -> LayoutCut:
     if tensor.dim() != 2:
         raise Unfit(f"shape {list(tensor.shape)} is not a matrix")
     count, across = tensor.shape
     box = Box((0, across * seat.rank), (count, across))
-    return Cut(target, (count, across * seat.size), box, (tensor,))
+    return LayoutCut(target, (count, across * seat.size), box, (tensor,))
 
 
 def _row_region(tensor: torch.Tensor, total: int, start: int, size: int) -> tuple[tuple[int, ...], Box]:
@@ -176,7 +176,7 @@ def _group_runs(groups: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int,
             yield kind, group * sizes[kind], group * sum(sizes) + start, stop - start
 
 
-def _stacked(tensor: torch.Tensor, place: Place, inner: tuple[int, int]) -> Iterator[torch.Tensor]:
+def _stacked(tensor: torch.Tensor, place: LayoutPlace, inner: tuple[int, int]) -> Iterator[torch.Tensor]:
     """Expert by expert, as the checkpoint has them: [out, in]."""
     count = place.local_experts
     if not count or tensor.dim() != 2 or tensor.numel() % count or not tensor.is_contiguous():

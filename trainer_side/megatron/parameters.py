@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer_side.megatron.coordinates import Coordinates, Geometry, Seat
-from trainer_side.megatron.layouts import LAYOUTS, Place, Unfit, check_partition
+from trainer_side.megatron.layouts import LAYOUTS, LayoutPlace, Unfit, check_partition
 from trainer_side.megatron.rules import Match, Rule, find, is_ignored
 from transports.base import Box
 from transports.dtypes import DTYPE_NAMES, is_packed
@@ -99,7 +99,7 @@ def _cut(
     held = _local_experts(geometry, coordinates.expert) if of_experts else 0
     layout, dimension = LAYOUTS[match.rule.layout]
     check_partition(tensor, dimension, seat)
-    for cut in layout(tensor.detach(), Place(seat, geometry, held)):
+    for cut in layout(tensor.detach(), LayoutPlace(seat, geometry, held)):
         local = match.local_expert + cut.expert
         if of_experts and local >= held:
             raise Unfit(f"expert {local} of a rank that holds {held}")

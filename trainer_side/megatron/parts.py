@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from trainer_side.megatron.parameters import Fragment
-from trainer_side.megatron.plan import Planned, Region
+from trainer_side.megatron.plan import Region, TensorPlan
 from trainer_side.sources.casts import cast
 from transports.base import Box
 from transports.digest import MASK, region_digest
@@ -38,7 +38,7 @@ class MegatronPart:
     """A `trainer_side.sources.Part`. `spec`: with the dtype that it travels in. `held`: by this rank, by region."""
 
     spec: TensorSpec
-    planned: Planned
+    planned: TensorPlan
     held: dict[Box, Fragment]
     here: Here
 

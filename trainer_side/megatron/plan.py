@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer_side.megatron.coordinates import Geometry
 from trainer_side.megatron.parameters import Fragment
-from trainer_side.ranks.agreement import Lockstep
+from trainer_side.ranks.agreement import RankAgreement
 from transports.base import Box
 from updater.core.errors import Failure, LiveweightsError, Rejected
 from updater.manifest import TensorSpec
@@ -27,7 +27,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class TensorPlan:
     """One tensor of the checkpoint, whole. `regions` are disjoint, cover it, and are in order."""
 
     spec: TensorSpec
@@ -35,22 +35,22 @@ class Planned:
 
 
 def agree(
-    lockstep: Lockstep, held: Sequence[Fragment] | LiveweightsError, geometry: Geometry, sender: int
-) -> tuple[Planned, ...]:
+    agreement: RankAgreement, held: Sequence[Fragment] | LiveweightsError, geometry: Geometry, sender: int
+) -> tuple[TensorPlan, ...]:
     """Collective. Every rank says what it holds, or what is wrong with it; every rank gets or raises the same.
 
     In the order of names, numbers in them by value. Raises Rejected `tensor_missing` where something is held by
     no rank, `tensor_shape`, `tensor_dtype` or `placement_refused` where ranks contradict each other.
     """
     error = held if isinstance(held, LiveweightsError) else None
-    if (fault := lockstep.agree(error)) is not None:
+    if (fault := agreement.agree(error)) is not None:
         raise fault
     mine = [_described(fragment) for fragment in held if fragment.speaks] if not isinstance(held, Exception) else []
-    told = [each["held"] for each in lockstep.exchange({"held": mine})]
+    told = [each["held"] for each in agreement.exchange({"held": mine})]
     return merge(told, geometry, sender)
 
 
-def merge(told: Sequence[Sequence[Sequence[Any]]], geometry: Geometry, sender: int) -> tuple[Planned, ...]:
+def merge(told: Sequence[Sequence[Sequence[Any]]], geometry: Geometry, sender: int) -> tuple[TensorPlan, ...]:
     """The same of what every rank told, in the order of ranks."""
     claims: dict[str, list[tuple[int, str, tuple[int, ...], Box]]] = {}
     layers: set[int] = set()
@@ -78,7 +78,7 @@ def _described(fragment: Fragment) -> list[Any]:
     return [fragment.name, fragment.dtype, fragment.shape, box.start, box.size, fragment.layer, fragment.expert]
 
 
-def _planned(name: str, claims: Sequence[tuple[int, str, tuple[int, ...], Box]], sender: int) -> Planned:
+def _planned(name: str, claims: Sequence[tuple[int, str, tuple[int, ...], Box]], sender: int) -> TensorPlan:
     _rank, dtype, shape, _box = claims[0]
     for rank, other, whole, _region in claims:
         if other != dtype:
@@ -93,7 +93,7 @@ def _planned(name: str, claims: Sequence[tuple[int, str, tuple[int, ...], Box]],
         for box, ranks in sorted(holders.items(), key=lambda item: item[0].start)
     )
     _tiles(name, shape, [region.box for region in regions])
-    return Planned(TensorSpec(name, dtype, shape), regions)
+    return TensorPlan(TensorSpec(name, dtype, shape), regions)
 
 
 def _tiles(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:

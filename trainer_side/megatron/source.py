@@ -12,7 +12,7 @@ from trainer_side.megatron.parameters import Fragment, fragments, local_state
 from trainer_side.megatron.parts import Here, MegatronPart
 from trainer_side.megatron.plan import agree
 from trainer_side.megatron.rules import IGNORED, TIE, Rule, rules_of
-from trainer_side.ranks.agreement import Lockstep
+from trainer_side.ranks.agreement import RankAgreement
 from trainer_side.sources.casts import Casts, Dtypes
 from trainer_side.sources.parts import PartsSource
 from transports.base import Box
@@ -59,7 +59,7 @@ class MegatronSource(PartsSource):
         casts, rules = Casts.of(dtypes), rules_of(naming)
         shape = geometry or geometry_of(chunks, vocabulary)
         held = _held(chunks, rules, coordinates, shape, (*IGNORED, *ignored))
-        plans = agree(Lockstep(group), held, shape, sender_rank)
+        plans = agree(RankAgreement(group), held, shape, sender_rank)
         casts.check(plan.spec.name for plan in plans)
         here = Here(group, group.rank() if group else 0, sender_rank, _device(chunks, group))
         by_name = _by_name(held)

@@ -9,12 +9,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from trainer_side.client import protocol
-from trainer_side.client.handle import Link
+from trainer_side.client.handle import CoordinatorLink
 from trainer_side.client.request import PushRequest
 from trainer_side.client.session import UpdateSession
-from trainer_side.publishing.disk import FolderSending, Shelf
+from trainer_side.publishing.disk import CheckpointDirectory, DiskPush
 from trainer_side.publishing.options import DIRECTORY_ENV, PusherOptions
-from trainer_side.publishing.publish import Sending, StreamSending
+from trainer_side.publishing.publish import PushBackend, StreamPush
 from trainer_side.sources.source import WeightSource, model_of
 from transports.hashes import folder_document
 from transports.registry import make_sender
@@ -25,16 +25,16 @@ from updater.model_document import ModelDocument
 from updater.model_document import known as known_model
 
 
-class Carrier:
+class PushBackends:
     """Makes what the sending rank needs for one push. Used by one push at a time."""
 
-    def __init__(self, link: Link, options: PusherOptions) -> None:
+    def __init__(self, link: CoordinatorLink, options: PusherOptions) -> None:
         self._link, self._options = link, options
         root = options["directory"] or os.environ.get(DIRECTORY_ENV)
         source = Path(options["config_from"]) if options["config_from"] else None
-        self._shelf: Shelf | None = None
+        self._directory: CheckpointDirectory | None = None
         if root:
-            self._shelf = Shelf(Path(root).resolve(), source, options["keep"], options["shard_bytes"])
+            self._directory = CheckpointDirectory(Path(root).resolve(), source, options["keep"], options["shard_bytes"])
         self._senders: dict[str, StreamSender] = {}
 
     def folder(self, weights: object) -> Path | None:
@@ -56,13 +56,13 @@ class Carrier:
         """Of the transport; `auto` looks where the replicas are."""
         if self._options["transport"] != "auto":
             return self._options["transport"]
-        if self._shelf is not None:
+        if self._directory is not None:
             return "disk"
         members = self._link.run(protocol.get("/v1/fleet")).get("members", ())
         here = all(_on_this_machine(str(member.get("url", ""))) for member in members)
         return "shared_memory" if here else "broadcast"
 
-    def sending(self, source: WeightSource, known: Mapping[str, str], request: PushRequest) -> Sending:
+    def sending(self, source: WeightSource, known: Mapping[str, str], request: PushRequest) -> PushBackend:
         """`known`: digests of the source that are known ahead."""
         kind = self.kind()
         if kind == "disk":
@@ -78,7 +78,7 @@ class Carrier:
             stall_s=self._options["stall_s"],
             bucket_bytes=self._options["bucket_bytes"],
         )
-        return StreamSending(session, request.timeout_s)
+        return StreamPush(session, request.timeout_s)
 
     def _model(self, source: WeightSource) -> ModelDocument | None:
         """Config, tokenizer and quantisation: of the folder that `config_from` names, else what the source says."""
@@ -87,20 +87,20 @@ class Carrier:
         folder = os.path.abspath(self._options["config_from"])
         return known_model(folder_document(folder, ("/",)))
 
-    def writing(self, source: WeightSource, known: Mapping[str, str], request: PushRequest) -> FolderSending:
+    def writing(self, source: WeightSource, known: Mapping[str, str], request: PushRequest) -> DiskPush:
         """Of a folder that does not exist yet. Raises Rejected where it is not said where to write."""
-        if self._shelf is None:
+        if self._directory is None:
             raise refuse("bad_request", f"say where to write: directory=... or {DIRECTORY_ENV}")
-        writer = self._shelf.writer(self._link.run(request.label()), source, known, request.progress)
-        return FolderSending(self._link, request, writer, self._shelf)
+        writer = self._directory.writer(self._link.run(request.label()), source, known, request.progress)
+        return DiskPush(self._link, request, writer, self._directory)
 
-    def written(self, folder: Path, request: PushRequest) -> FolderSending:
+    def written(self, folder: Path, request: PushRequest) -> DiskPush:
         """Of one that `writing` has filled."""
-        return FolderSending(self._link, request, folder, self._shelf)
+        return DiskPush(self._link, request, folder, self._directory)
 
-    def as_it_lies(self, folder: Path, request: PushRequest) -> FolderSending:
+    def as_it_lies(self, folder: Path, request: PushRequest) -> DiskPush:
         """Of one that is the caller's, and stays."""
-        return FolderSending(self._link, request, folder)
+        return DiskPush(self._link, request, folder)
 
     def close(self) -> None:
         """After the last push."""

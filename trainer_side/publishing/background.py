@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from trainer_side.client.request import PushRequest
-from trainer_side.publishing.backends import Carrier
-from trainer_side.publishing.disk import FolderSending
-from trainer_side.publishing.publish import Leading, Sending, follow, publish
-from trainer_side.ranks.agreement import Lockstep
-from trainer_side.ranks.iterate import digests_of, walk
+from trainer_side.publishing.backends import PushBackends
+from trainer_side.publishing.disk import DiskPush
+from trainer_side.publishing.publish import LeaderSteps, PushBackend, follow, publish
+from trainer_side.ranks.agreement import RankAgreement
+from trainer_side.ranks.iterate import digests_of, iterate_in_step
 from trainer_side.sources.source import WeightSource, model_of
 from updater.core.errors import refuse
 from updater.manifest import TensorSpec
@@ -57,32 +57,34 @@ class Background:
             self._threads.shutdown()
 
 
-def copied(source: WeightSource, request: PushRequest, carrier: Carrier) -> Rest:
+def copied(source: WeightSource, request: PushRequest, backends: PushBackends) -> Rest:
     """Copy `source`, which may be written to when this returns. Collective; raises the same on every rank."""
-    team, later = Lockstep(source.group), Lockstep(source.group, "background")
-    kind = team.lead((lambda: {"kind": carrier.kind()}) if source.is_sender else None)["kind"]
+    team, later = RankAgreement(source.group), RankAgreement(source.group, "background")
+    kind = team.lead((lambda: {"kind": backends.kind()}) if source.is_sender else None)["kind"]
     if kind == "disk":
-        return _written(source, request, carrier, team, later)
+        return _written(source, request, backends, team, later)
     device = None if kind == "cuda_ipc" else "cpu"
     snapshot = Snapshot(source, lambda tensor: tensor.to(device or tensor.device, copy=True), team)
-    return lambda: publish(snapshot, lambda known: carrier.sending(snapshot, known, request), team=later)
+    return lambda: publish(snapshot, lambda known: backends.sending(snapshot, known, request), team=later)
 
 
-def _written(source: WeightSource, request: PushRequest, carrier: Carrier, team: Lockstep, later: Lockstep) -> Rest:
+def _written(
+    source: WeightSource, request: PushRequest, backends: PushBackends, team: RankAgreement, later: RankAgreement
+) -> Rest:
     """The copy is the folder that the fleet will read."""
     known = digests_of(source, team)
-    with Leading(team, source.is_sender) as leading:
-        leading.make(lambda: carrier.writing(source, known, request))
-        failed = walk(source, leading.sending, team)
+    with LeaderSteps(team, source.is_sender) as leading:
+        leading.make(lambda: backends.writing(source, known, request))
+        failed = iterate_in_step(source, leading.sending, team)
         if failed is not None:
             raise failed
         told = leading.step(lambda sending: {"folder": str(_folder_of(sending).written())})
     folder = Path(told["folder"])
-    return lambda: follow(lambda: carrier.written(folder, request), source.is_sender, later)
+    return lambda: follow(lambda: backends.written(folder, request), source.is_sender, later)
 
 
-def _folder_of(sending: Sending) -> FolderSending:
-    if not isinstance(sending, FolderSending):
+def _folder_of(sending: PushBackend) -> DiskPush:
+    if not isinstance(sending, DiskPush):
         raise refuse("wrong_phase", "not a folder")
     return sending
 
@@ -93,7 +95,7 @@ class Snapshot:
     `copy`: one tensor, to where it is kept. Making it is collective for the ranks of `team`; raises the same on all.
     """
 
-    def __init__(self, source: WeightSource, copy: Callable[[torch.Tensor], torch.Tensor], team: Lockstep) -> None:
+    def __init__(self, source: WeightSource, copy: Callable[[torch.Tensor], torch.Tensor], team: RankAgreement) -> None:
         self.is_sender, self.group = source.is_sender, source.group
         self.specs: Mapping[str, TensorSpec] = dict(source.specs)
         self.ties = source.ties
@@ -101,7 +103,7 @@ class Snapshot:
         self._digests = dict(digests_of(source, team))
         self._kept: dict[str, torch.Tensor] = {}
         self._copy = copy
-        failed = walk(source, self if self.is_sender else None, team)
+        failed = iterate_in_step(source, self if self.is_sender else None, team)
         if failed is not None:
             raise failed
 

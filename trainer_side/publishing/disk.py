@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 
 from trainer_side.client import protocol
-from trainer_side.client.handle import Link, RunningUpdate
-from trainer_side.client.protocol import Flow
+from trainer_side.client.handle import CoordinatorLink, UpdateHandle
+from trainer_side.client.protocol import HttpSteps
 from trainer_side.client.request import PushRequest
 from trainer_side.client.session import LEASE_S
 from trainer_side.publishing.folder import SHARD_BYTES, FolderWriter
-from trainer_side.publishing.publish import Patience, late
-from trainer_side.ranks.agreement import Told
+from trainer_side.publishing.publish import StepDeadline, late
+from trainer_side.ranks.agreement import Message
 from trainer_side.sources.source import WeightSource, model_of
 from updater.core.errors import LiveweightsError, refuse
 from updater.core.version import Version
@@ -33,7 +33,7 @@ _NAME = re.compile(r"(?P<label>\d+-\d+)(\.(?P<copy>\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class CheckpointDirectory:
     """Where pushed folders go. `keep`: how many of earlier pushes stay, besides those the coordinator needs."""
 
     root: Path
@@ -58,23 +58,23 @@ class Shelf:
         )
 
 
-class FolderSending:
+class DiskPush:
     """Begins the update of a folder when it is sealed, and follows it. `writer`: fills the folder first."""
 
     def __init__(
         self,
-        link: Link,
+        link: CoordinatorLink,
         request: PushRequest,
         folder: Path | FolderWriter,
-        shelf: Shelf | None = None,
+        directory: CheckpointDirectory | None = None,
     ) -> None:
-        self._link, self._request, self._folder, self._shelf = link, request, folder, shelf
-        self._patience = Patience(request.timeout_s)
+        self._link, self._request, self._folder, self._directory = link, request, folder, directory
+        self._deadline = StepDeadline(request.timeout_s)
         manual = request.policy.get("commit") == "manual"
         self._lease_s = LEASE_S if request.lease_s is None and manual else request.lease_s
-        self._running: RunningUpdate | None = None
+        self._running: UpdateHandle | None = None
 
-    def prepare(self) -> Told:
+    def prepare(self) -> Message:
         return {}
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
@@ -82,17 +82,17 @@ class FolderSending:
             raise refuse("wrong_phase", "this folder is written already", tensor=name)
         self._folder.put(name, tensor)
 
-    def seal(self, failed: LiveweightsError | None) -> Told:
+    def seal(self, failed: LiveweightsError | None) -> Message:
         if failed is not None:
             raise failed
         self.written()
         body = {**self._request.body(), "path": str(self._folder)}
-        if self._shelf is not None:  # written for this push alone: no other request is the same
+        if self._directory is not None:  # written for this push alone: no other request is the same
             body.setdefault("id", protocol.fresh_id(body["version"]))
         if self._lease_s is not None:
             body["lease_s"] = self._lease_s
         state = self._link.run(protocol.begin(body))
-        self._running = RunningUpdate(self._link, state, lease_s=self._lease_s, hooks=self._request.hooks)
+        self._running = UpdateHandle(self._link, state, lease_s=self._lease_s, hooks=self._request.hooks)
         return {}
 
     def written(self) -> Path:
@@ -102,16 +102,16 @@ class FolderSending:
             self._folder = self._folder.target
         return self._folder
 
-    def ended(self) -> Told | None:
+    def ended(self) -> Message | None:
         running = self._running
         if running is None:
             raise refuse("wrong_phase", "the update has not begun")
-        if running.ended(self._patience.beat_s):
+        if running.ended(self._deadline.beat_s):
             receipt = running.receipt()
-            if self._shelf is not None:
-                self._link.run(tidy(self._shelf.root, self._shelf.keep))
+            if self._directory is not None:
+                self._link.run(tidy(self._directory.root, self._directory.keep))
             return receipt.model_dump(mode="json")
-        if not self._patience.beat_s:
+        if not self._deadline.beat_s:
             raise late("the update has not ended in time; it goes on")
         return None
 
@@ -147,7 +147,7 @@ def surplus(root: Path, keep: int, needed: frozenset[str]) -> list[Path]:
     return [path for path in pushed(root)[: -(keep + 1)] if os.path.realpath(path) not in needed]
 
 
-def tidy(root: Path, keep: int) -> Flow[list[Path]]:
+def tidy(root: Path, keep: int) -> HttpSteps[list[Path]]:
     """Remove surplus folders and return them. A coordinator that cannot say what it needs keeps everything.
 
     The push has succeeded when this runs: nothing here makes it fail.

@@ -14,23 +14,23 @@ from typing import Protocol, Self
 import torch
 
 from trainer_side.client.session import UpdateSession
-from trainer_side.ranks.agreement import BEAT_S, Lockstep, Told
-from trainer_side.ranks.iterate import Taker, digests_of, touched, walk
+from trainer_side.ranks.agreement import BEAT_S, Message, RankAgreement
+from trainer_side.ranks.iterate import TensorSink, digests_of, iterate_in_step, touched
 from trainer_side.sources.source import WeightSource
 from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.schemas import Receipt
 
 
-class Sending(Taker, Protocol):
+class PushBackend(TensorSink, Protocol):
     """What the sending rank does between two agreements. A step is short, or returns None to be called again."""
 
-    def prepare(self) -> Told | None:
+    def prepare(self) -> Message | None:
         """Until tensors can be put."""
 
-    def seal(self, failed: LiveweightsError | None) -> Told | None:
+    def seal(self, failed: LiveweightsError | None) -> Message | None:
         """After the walk. Raises for `failed`, the first error of any rank, what the update then ended as."""
 
-    def ended(self) -> Told | None:
+    def ended(self) -> Message | None:
         """The receipt of the committed update, as JSON. Raises what else it ended as."""
 
     def close(self, cause: BaseException | None = None) -> None:
@@ -38,21 +38,21 @@ class Sending(Taker, Protocol):
 
 
 def publish(
-    source: WeightSource, make: Callable[[Mapping[str, str]], Sending], *, team: Lockstep | None = None
+    source: WeightSource, make: Callable[[Mapping[str, str]], PushBackend], *, team: RankAgreement | None = None
 ) -> Receipt:
     """Publish `source`: the receipt on every rank, or the same typed error on every rank.
 
     `make`: called on the sending rank with the digests that are known ahead.
     """
-    team = team or Lockstep(source.group)
+    team = team or RankAgreement(source.group)
     changed = team.agree(touched(source))
     if changed is not None:
         raise changed
     known = digests_of(source, team)
-    with Leading(team, source.is_sender) as leading:
+    with LeaderSteps(team, source.is_sender) as leading:
         leading.make(lambda: make(known))
         leading.step(lambda sending: sending.prepare())
-        failed = walk(source, leading.sending, team)
+        failed = iterate_in_step(source, leading.sending, team)
         try:
             leading.step(lambda sending: sending.seal(failed))
         except LiveweightsError as error:
@@ -62,29 +62,29 @@ def publish(
         return leading.receipt()
 
 
-def follow(make: Callable[[], Sending], is_sender: bool, team: Lockstep) -> Receipt:
+def follow(make: Callable[[], PushBackend], is_sender: bool, team: RankAgreement) -> Receipt:
     """Publish what needs no walk any more, a folder that is whole: the receipt or the same error on every rank."""
-    with Leading(team, is_sender) as leading:
+    with LeaderSteps(team, is_sender) as leading:
         leading.make(make)
         leading.step(lambda sending: sending.seal(None))
         return leading.receipt()
 
 
-class Leading:
+class LeaderSteps:
     """The steps of one update on every rank: the sending one does them, the others learn what came of them."""
 
-    def __init__(self, team: Lockstep, is_sender: bool) -> None:
+    def __init__(self, team: RankAgreement, is_sender: bool) -> None:
         self._team, self._is_sender = team, is_sender
-        self.sending: Sending | None = None
+        self.sending: PushBackend | None = None
 
-    def make(self, make: Callable[[], Sending]) -> None:
-        def made() -> Told:
+    def make(self, make: Callable[[], PushBackend]) -> None:
+        def made() -> Message:
             self.sending = make()
             return {}
 
         self._team.lead(made if self._is_sender else None)
 
-    def step(self, step: Callable[[Sending], Told | None]) -> Told:
+    def step(self, step: Callable[[PushBackend], Message | None]) -> Message:
         sending = self.sending
         return self._team.lead(None if sending is None else (lambda: step(sending)))
 
@@ -101,7 +101,7 @@ class Leading:
             self.sending.close(error)
 
 
-class Patience:
+class StepDeadline:
     """`timeout_s` in steps of at most BEAT_S."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -113,37 +113,37 @@ class Patience:
         return min(BEAT_S, max(0.0, self._end - time.monotonic()))
 
 
-class StreamSending:
+class StreamPush:
     """Over a pushed transport. `session` has not begun."""
 
     def __init__(self, session: UpdateSession, timeout_s: float) -> None:
-        self._session, self._patience = session, Patience(timeout_s)
+        self._session, self._deadline = session, StepDeadline(timeout_s)
         self._begun = False
 
-    def prepare(self) -> Told | None:
+    def prepare(self) -> Message | None:
         if not self._begun:
             self._session.begin()
             self._begun = True
-        if self._session.offered(self._patience.beat_s):
+        if self._session.offered(self._deadline.beat_s):
             self._session.open()
             return {}
-        if not self._patience.beat_s:
+        if not self._deadline.beat_s:
             raise self._session.abort(late("staging did not begin in time"))
         return None
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         self._session.put(name, tensor)
 
-    def seal(self, failed: LiveweightsError | None) -> Told:
+    def seal(self, failed: LiveweightsError | None) -> Message:
         if failed is not None:
             raise self._session.failed(failed)
         self._session.seal()
         return {}
 
-    def ended(self) -> Told | None:
-        if self._session.ended(self._patience.beat_s):
+    def ended(self) -> Message | None:
+        if self._session.ended(self._deadline.beat_s):
             return self._session.receipt().model_dump(mode="json")
-        if not self._patience.beat_s:
+        if not self._deadline.beat_s:
             raise late("the update has not ended in time; it goes on")
         return None
 

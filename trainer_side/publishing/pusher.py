@@ -11,9 +11,9 @@ from typing import Any, Self, Unpack
 
 from trainer_side.client import protocol
 from trainer_side.client.client import Client
-from trainer_side.client.handle import Link
+from trainer_side.client.handle import CoordinatorLink
 from trainer_side.client.request import REQUEST_DEFAULTS, PushRequest, RequestOptions, complete, keywords
-from trainer_side.publishing.backends import Carrier
+from trainer_side.publishing.backends import PushBackends
 from trainer_side.publishing.background import Background, Rest, copied
 from trainer_side.publishing.options import (
     PUSH_DEFAULTS,
@@ -23,7 +23,7 @@ from trainer_side.publishing.options import (
     parted,
 )
 from trainer_side.publishing.publish import follow, publish
-from trainer_side.ranks.agreement import Lockstep
+from trainer_side.ranks.agreement import RankAgreement
 from trainer_side.sources import as_source
 from trainer_side.sources.casts import ENGINE, ROUNDED, Casts
 from trainer_side.sources.choose import Weights
@@ -49,7 +49,7 @@ class Pusher:
         url: str | None = None,
         token: str | None = None,
         *,
-        link: Link | None = None,
+        link: CoordinatorLink | None = None,
         **options: Unpack[PusherOptions],
     ) -> None:
         self._options = complete(options, PUSHER_DEFAULTS)
@@ -57,7 +57,7 @@ class Pusher:
         if link is None:
             link = self._client = Client(url, token)
         self._link = link
-        self._carrier = Carrier(link, self._options)
+        self._backends = PushBackends(link, self._options)
         self._one_at_a_time = threading.Lock()
         self._background = Background()
 
@@ -86,7 +86,7 @@ class Pusher:
     def close(self) -> None:
         """After the last push. What was begun in the background is waited for."""
         self._background.close()
-        self._carrier.close()
+        self._backends.close()
         if self._client is not None:
             self._client.close()
 
@@ -98,17 +98,17 @@ class Pusher:
 
     def _rest(self, weights: Weights, request: PushRequest, *, copy: bool) -> Rest:
         """What is left to do once a source is made and, with `copy`, the weights may be written to."""
-        carrier, dtypes = self._carrier, self._options["dtypes"]
-        folder = carrier.folder(weights)
+        backends, dtypes = self._backends, self._options["dtypes"]
+        folder = backends.folder(weights)
         if folder is not None:
-            return lambda: follow(lambda: carrier.as_it_lies(folder, request), True, Lockstep(None))
+            return lambda: follow(lambda: backends.as_it_lies(folder, request), True, RankAgreement(None))
         if dtypes == ENGINE:
             dtypes, fingerprint = _fitted(self._link, as_source(weights))
             request = replace(request, dtypes=fingerprint)
         source = as_source(weights, dtypes=dtypes)
         if copy:
-            return copied(source, request, carrier)
-        return lambda: publish(source, lambda known: carrier.sending(source, known, request))
+            return copied(source, request, backends)
+        return lambda: publish(source, lambda known: backends.sending(source, known, request))
 
     def _start(self, weights: Weights, request: PushRequest) -> Future[Receipt]:
         with self._one_at_a_time:
@@ -163,14 +163,14 @@ def push_async(
         raise
 
 
-def _fitted(link: Link, source: WeightSource) -> tuple[Casts, str]:
+def _fitted(link: CoordinatorLink, source: WeightSource) -> tuple[Casts, str]:
     """What the tensors of `source` are to be rounded to, and the fingerprint of what was read.
 
     The sending rank reads it and tells the others: the same on every rank, or the same error. Raises Rejected
     `tensor_dtype` for a tensor that the fleet does not hold as it comes: quantised, or something is computed from it.
     """
     ask = lambda: dict(link.run(protocol.get("/v1/fleet/dtypes")))  # noqa: E731
-    told = Lockstep(source.group).lead(ask if source.is_sender else None)
+    told = RankAgreement(source.group).lead(ask if source.is_sender else None)
     return _casts_for(source.specs, told["dtypes"], source.ties), str(told["fingerprint"])
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: What one step of the sender takes at most before the others hear that it goes on, in seconds, where it can say so.
 BEAT_S = 20.0
-Told = Mapping[str, Any]
+Message = Mapping[str, Any]
 _c10d: Any = dist  # torch's own words for groups have no types
 #: How much longer than a collective of the trainer's own group a wait here lasts: a rank that has failed stays until
 #: the others are back from the collective that they are in.
@@ -39,16 +39,16 @@ MARGIN = timedelta(minutes=1)
 USUAL = timedelta(minutes=30)
 
 
-class Lockstep:
+class RankAgreement:
     """The ranks of `group`, all of which make the same calls in the same order; None: this process alone.
 
-    Made by all of them at the same time. `purpose`: as for `side_of`.
+    Made by all of them at the same time. `purpose`: as for `control_group`.
     """
 
     def __init__(self, group: ProcessGroup | None, purpose: str = "push") -> None:
-        self._side = None if group is None else side_of(group, purpose)
+        self._control = None if group is None else control_group(group, purpose)
 
-    def lead(self, step: Callable[[], Told | None] | None) -> Told:
+    def lead(self, step: Callable[[], Message | None] | None) -> Message:
         """The sender gives a `step`, the others None. It is repeated until it returns something or raises, and every
         rank then gets the same or raises the same.
         """
@@ -63,7 +63,7 @@ class Lockstep:
             if "error" in told:
                 raise _error_of(told["error"])
             if "value" in told:
-                value: Told = told["value"]
+                value: Message = told["value"]
                 return value
 
     def agree(self, error: LiveweightsError | None, *, follows: bool = False) -> LiveweightsError | None:
@@ -73,28 +73,28 @@ class Lockstep:
         led to here, and counts where there is no other.
         """
         mine = None if error is None else self.placed(error)
-        spoken: Told = {} if mine is None else {"error": _described(mine), "follows": follows}
+        spoken: Message = {} if mine is None else {"error": _described(mine), "follows": follows}
         told = [(rank, each) for rank, each in enumerate(self.exchange(spoken)) if each]
         if not told:
             return None
         rank, first = min(told, key=lambda item: (item[1]["follows"], item[0]))
-        own = self._side is None or rank == self._side.rank
+        own = self._control is None or rank == self._control.rank
         return mine if own else _error_of(first["error"])
 
     def span(self, value: int) -> tuple[int, int]:
         """Lowest and highest of what the ranks say: one small collective, for what is asked often."""
-        if self._side is None:
+        if self._control is None:
             return value, value
-        lowest, highest = self._side.highest([-value, value])
+        lowest, highest = self._control.highest([-value, value])
         return -lowest, highest
 
-    def exchange(self, spoken: Told) -> list[Told]:
+    def exchange(self, spoken: Message) -> list[Message]:
         """What every rank says, in the order of the group."""
-        if self._side is None:
+        if self._control is None:
             return [spoken]
-        return [json.loads(text) for text in self._side.gathered(json.dumps(spoken).encode())]
+        return [json.loads(text) for text in self._control.gathered(json.dumps(spoken).encode())]
 
-    def _spoken(self, step: Callable[[], Told | None] | None) -> tuple[Told, BaseException | None]:
+    def _spoken(self, step: Callable[[], Message | None] | None) -> tuple[Message, BaseException | None]:
         if step is None:
             return {}, None
         try:
@@ -108,9 +108,9 @@ class Lockstep:
 
     def placed(self, error: LiveweightsError) -> LiveweightsError:
         """The same error with this rank in every failure that names no other and no replica."""
-        if self._side is None:
+        if self._control is None:
             return error
-        failures = [each if each.replica else each.at(rank=self._side.rank) for each in error.failures]
+        failures = [each if each.replica else each.at(rank=self._control.rank) for each in error.failures]
         if failures == list(error.failures):
             return error
         placed = type(error)(*failures, live_version=error.live_version, receipt=error.receipt)
@@ -118,7 +118,7 @@ class Lockstep:
         return placed
 
 
-def _described(error: LiveweightsError) -> Told:
+def _described(error: LiveweightsError) -> Message:
     return problem_body(error, receipt=error.receipt)
 
 
@@ -127,8 +127,8 @@ def _error_of(document: Mapping[str, Any]) -> LiveweightsError:
     return error_of(status if isinstance(status, int) else 500, document)
 
 
-class Side:
-    """Made by every rank of `group` at the same time; `side_of` keeps one for the life of the process."""
+class ControlGroup:
+    """Made by every rank of `group` at the same time; `control_group` keeps one for the life of the process."""
 
     def __init__(self, group: ProcessGroup, purpose: str) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -174,27 +174,27 @@ class Side:
         self._group = None
 
 
-_SIDES: dict[tuple[ProcessGroup, str], Side] = {}
+_CONTROL_GROUPS: dict[tuple[ProcessGroup, str], ControlGroup] = {}
 
 
 def _close_all() -> None:
     """At exit: a thread of gloo that asks for the interpreter while that ends brings the process down (pytorch issue
     190489), and `destroy_process_group` does not know of ours.
     """
-    for side in _SIDES.values():
-        side.close()
+    for group in _CONTROL_GROUPS.values():
+        group.close()
 
 
 atexit.register(_close_all)
 os.register_at_fork(after_in_child=lambda: atexit.unregister(_close_all))  # a child has none of these threads
 
 
-def side_of(group: ProcessGroup, purpose: str) -> Side:
+def control_group(group: ProcessGroup, purpose: str) -> ControlGroup:
     """Collective when it is first asked for. `purpose`: another one has connections of its own, for another thread."""
     key = (group, purpose)
-    if key not in _SIDES:
-        _SIDES[key] = Side(group, purpose)
-    return _SIDES[key]
+    if key not in _CONTROL_GROUPS:
+        _CONTROL_GROUPS[key] = ControlGroup(group, purpose)
+    return _CONTROL_GROUPS[key]
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:

@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 
 from trainer_side.client.causes import cause_of
-from trainer_side.ranks.agreement import Lockstep
+from trainer_side.ranks.agreement import RankAgreement
 from trainer_side.sources.source import WeightSource
 from updater.core.errors import Aborted, Failure, LiveweightsError, Rejected
 
 
-class Taker(Protocol):
+class TensorSink(Protocol):
     """Takes a source's tensors, one by one. Once it raised it is given nothing more."""
 
     def put(self, name: str, tensor: torch.Tensor) -> None: ...
 
 
-class Came(IntEnum):
+class StepResult(IntEnum):
     """What a rank's source did when it was asked for the next tensor. The worst comes last."""
 
     GAVE = 0
@@ -48,7 +48,7 @@ def follows(error: LiveweightsError | None) -> bool:
     )
 
 
-def digests_of(source: WeightSource, team: Lockstep) -> Mapping[str, str]:
+def digests_of(source: WeightSource, team: RankAgreement) -> Mapping[str, str]:
     """What is known ahead. Raises the same on every rank: nothing was begun yet."""
     known: Mapping[str, str] = {}
     failed: LiveweightsError | None = None
@@ -62,10 +62,10 @@ def digests_of(source: WeightSource, team: Lockstep) -> Mapping[str, str]:
     return known
 
 
-def walk(source: WeightSource, taker: Taker | None, team: Lockstep) -> LiveweightsError | None:
-    """Give every tensor to the taker (None on ranks that do not send). Returns what went wrong, the same on all ranks.
+def iterate_in_step(source: WeightSource, sink: TensorSink | None, team: RankAgreement) -> LiveweightsError | None:
+    """Give every tensor to the sink (None on ranks that do not send). Returns what went wrong, the same on all ranks.
 
-    What a taker raises does not end the walk: the source is sound, and was promised to be walked to its end. Raises
+    What a sink raises does not end the walk: the source is sound, and was promised to be walked to its end. Raises
     `peer_lost` where a rank of the trainer is gone.
     """
     failed: LiveweightsError | None = None
@@ -73,19 +73,19 @@ def walk(source: WeightSource, taker: Taker | None, team: Lockstep) -> Liveweigh
     while (item := steps.next()) is not None:
         name, tensor = item
         del item  # or it would be in memory while the next one is gathered
-        if taker is not None and failed is None:
-            failed = _given(taker, name, tensor)
+        if sink is not None and failed is None:
+            failed = _given(sink, name, tensor)
         del tensor
     if failed is None and steps.failed is not None:
         return team.agree(steps.failed, follows=follows(steps.failed))
     return team.agree(failed or touched(source))
 
 
-def _given(taker: Taker, name: str, tensor: torch.Tensor | None) -> LiveweightsError | None:
+def _given(sink: TensorSink, name: str, tensor: torch.Tensor | None) -> LiveweightsError | None:
     try:
         if tensor is None:
             raise Aborted(Failure("internal", "the sending rank was not given it", tensor=name))
-        taker.put(name, tensor)
+        sink.put(name, tensor)
     except Exception as error:  # the other ranks would wait for this one until their group gives up
         return cause_of(error, tensor=name)
     return None
@@ -105,7 +105,7 @@ def touched(source: WeightSource) -> LiveweightsError | None:
 class _Steps:
     """The tensors of a source, on all ranks in step. `failed`: why there are no more, on a rank that knows."""
 
-    def __init__(self, source: WeightSource, team: Lockstep) -> None:
+    def __init__(self, source: WeightSource, team: RankAgreement) -> None:
         self._source, self._team = source, team
         self._names = iter(source.specs)  # what comes next, if the source keeps its word
         self._tensors: Iterator[tuple[str, torch.Tensor | None]] | None = None
@@ -114,14 +114,14 @@ class _Steps:
     def next(self) -> tuple[str, torch.Tensor | None] | None:
         """None at the end, on all ranks at once. Raises `peer_lost`, or what broke this rank where both happened."""
         expected = next(self._names, "")
-        item, came = self._asked(expected)
+        item, result = self._asked(expected)
         try:
-            best, worst = self._team.span(came)
+            best, worst = self._team.span(result)
         except Aborted as lost:
             raise self._both(lost) from lost.__cause__
-        if best == worst == Came.GAVE:
+        if best == worst == StepResult.GAVE:
             return item
-        if worst == Came.ENDED != best and came is Came.ENDED:
+        if worst == StepResult.ENDED != best and result is StepResult.ENDED:
             text = "its source has no more tensors where those of other ranks have"
             self.failed = Aborted(Failure("manifest_mismatch", text, tensor=expected))
         return None
@@ -133,15 +133,15 @@ class _Steps:
         mine = self._team.placed(self.failed).failures
         return Aborted(*lost.failures, *mine) if follows(self.failed) else Aborted(*mine, *lost.failures)
 
-    def _asked(self, expected: str) -> tuple[tuple[str, torch.Tensor | None] | None, Came]:
+    def _asked(self, expected: str) -> tuple[tuple[str, torch.Tensor | None] | None, StepResult]:
         try:
             if self._tensors is None:
                 self._tensors = iter(self._source.tensors())
             item = next(self._tensors, None)
         except Exception as error:
             self.failed = _of_source(error, expected)
-            return None, Came.FAILED
-        return item, Came.ENDED if item is None else Came.GAVE
+            return None, StepResult.FAILED
+        return item, StepResult.ENDED if item is None else StepResult.GAVE
 
 
 def _of_source(error: Exception, expected: str) -> Aborted:

@@ -36,7 +36,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LoraEntry:
     """One tensor of the merged checkpoint, under its name with wrappers. `deltas`: in the order they are added."""
 
     name: str
@@ -116,7 +116,7 @@ def _sum(delta: Delta, a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
     return summed.to(b.dtype) if wide else summed
 
 
-def _part(entry: Entry, name: str, casts: Casts, sender: int) -> Part:
+def _part(entry: LoraEntry, name: str, casts: Casts, sender: int) -> Part:
     if not entry.deltas:
         return part_of(name, entry.tensor, casts, sender)
     spec = TensorSpec(name, casts.wire(name, DTYPE_NAMES[entry.tensor.dtype]), tuple(entry.tensor.shape))
@@ -128,7 +128,7 @@ def _part(entry: Entry, name: str, casts: Casts, sender: int) -> Part:
     return LoraPart(spec, as_it_is(entry.tensor), factors)
 
 
-def _check_ties(entries: Sequence[Entry], names: Mapping[str, str]) -> None:
+def _check_ties(entries: Sequence[LoraEntry], names: Mapping[str, str]) -> None:
     """A merged tensor and an unmerged one of the same storage can no longer be tied, and an engine would tie them."""
     merged = {storage_key(entry.tensor): entry.name for entry in entries if entry.deltas}
     faults = [
@@ -158,7 +158,7 @@ class _Walk:
         self._saved, self._auxiliary = ModulesToSaveWrapper, AuxiliaryTrainingWrapper
         self.changed = False  # whether an active adapter was met anywhere
 
-    def entries(self, module: torch.nn.Module, prefix: str) -> Iterator[Entry]:
+    def entries(self, module: torch.nn.Module, prefix: str) -> Iterator[LoraEntry]:
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(module, FSDPModule):
@@ -178,7 +178,7 @@ class _Walk:
             for name, child in module.named_children():
                 yield from self.entries(child, _join(prefix, name))
 
-    def _merged(self, layer: Any, prefix: str) -> Iterator[Entry]:
+    def _merged(self, layer: Any, prefix: str) -> Iterator[LoraEntry]:
         base = layer.get_base_layer()
         adapters = self._adapters(layer, prefix)
         self.changed |= bool(adapters or layer.merged_adapters)
@@ -188,7 +188,7 @@ class _Walk:
         }
         for entry in self.entries(base, prefix):
             own = entry.name.removeprefix(prefix).lstrip(".")
-            yield Entry(entry.name, entry.tensor, deltas.get(own, ()))
+            yield LoraEntry(entry.name, entry.tensor, deltas.get(own, ()))
 
     def _delta(self, layer: Any, name: str) -> Delta:
         if self._kind(layer) is self._embedding:
@@ -236,11 +236,11 @@ def _saved_module(wrapper: Any, prefix: str) -> torch.nn.Module:
     return module
 
 
-def _own(module: torch.nn.Module, prefix: str) -> Iterator[Entry]:
+def _own(module: torch.nn.Module, prefix: str) -> Iterator[LoraEntry]:
     """Parameters and persistent buffers of this module alone."""
     for name, tensor in {**module._parameters, **module._buffers}.items():
         if tensor is not None and name not in module._non_persistent_buffers_set:
-            yield Entry(_join(prefix, name), tensor)
+            yield LoraEntry(_join(prefix, name), tensor)
 
 
 def _refuse(prefix: str, why: str) -> Rejected:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from trainer_side.client.causes import cause_of
-from trainer_side.ranks.agreement import Lockstep
+from trainer_side.ranks.agreement import RankAgreement
 from trainer_side.sources.steps import StepWatch
 from transports.digest import MASK, to_hex
 from updater.core.errors import Failure, LiveweightsError, Rejected
@@ -91,7 +91,7 @@ class PartsSource:
         if self._group is not None:
             self._agree(self._group)
         shares, failed = self._shares()
-        failed = Lockstep(self._group).agree(failed)  # or the others would wait for this rank in the all-reduce
+        failed = RankAgreement(self._group).agree(failed)  # or the others would wait for this rank in the all-reduce
         if failed is not None:
             raise failed
         known = {name: share for name, share in shares.items() if share is not None}

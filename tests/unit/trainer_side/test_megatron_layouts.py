@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer_side.megatron import Coordinates, Geometry, MegatronSource, Rule, Seat, is_megatron
 from trainer_side.megatron.parameters import Fragment, fragments
-from trainer_side.megatron.plan import Planned, merge
+from trainer_side.megatron.plan import TensorPlan, merge
 from trainer_side.megatron.rules import IGNORED, NAMINGS, TIE, find
 from trainer_side.sources import as_source
 from transports.base import Box
@@ -325,7 +325,7 @@ def test_regions_that_nobody_holds_are_missing() -> None:
 
 def test_order_counts_numbers_and_not_digits() -> None:
     names = [f"model.layers.{layer}.x" for layer in (10, 2, 1)]
-    planned: tuple[Planned, ...] = merge(told([[rows(name, 0, 8, 8) for name in names]]), NOTHING, sender=0)
+    planned: tuple[TensorPlan, ...] = merge(told([[rows(name, 0, 8, 8) for name in names]]), NOTHING, sender=0)
     assert [each.spec.name for each in planned] == [f"model.layers.{layer}.x" for layer in (1, 2, 10)]
 
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from tests.unit.trainer_side.written import write_folder
 from trainer_side.publishing.background import Snapshot
-from trainer_side.ranks.agreement import Lockstep
+from trainer_side.ranks.agreement import RankAgreement
 from trainer_side.sources import as_source
 from trainer_side.sources.source import model_of
 from transports.disk import DiskSource
@@ -150,7 +150,7 @@ def test_other_modules_and_tensors_say_nothing(tmp_path: Path) -> None:
 @pytest.mark.case("F01")
 def test_a_copy_and_a_folder_say_the_same(tmp_path: Path, saved: ModelDocument) -> None:
     source = as_source(model(rms_norm_eps=0.5))
-    assert model_of(Snapshot(source, torch.clone, Lockstep(None))) == model_of(source)
+    assert model_of(Snapshot(source, torch.clone, RankAgreement(None))) == model_of(source)
     write_folder(source, tmp_path / "bare")
     with DiskSource.open(str(tmp_path / "bare"), ("/",)) as disk:
         assert keys(disk.document(), saved) == ["rms_norm_eps"]

@@ -1,4 +1,4 @@
-"""A walk of one rank: what a source, its taker and the caller's own code may raise. Of several ranks:
+"""A walk of one rank: what a source, its sink and the caller's own code may raise. Of several ranks:
 tests/integration/test_push_causes.py.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_side.ranks.agreement import Lockstep
-from trainer_side.ranks.iterate import digests_of, follows, walk
+from trainer_side.ranks.agreement import RankAgreement
+from trainer_side.ranks.iterate import digests_of, follows, iterate_in_step
 from trainer_side.sources.lora import Delta, LoraPart
 from updater.core.errors import Aborted, Failure, LiveweightsError, Rejected
 from updater.manifest import TensorSpec
@@ -51,7 +51,7 @@ class Source:
             raise self.touched
 
 
-class Taker:
+class Sink:
     def __init__(self, broken: Mapping[str, Exception] | None = None) -> None:
         self.names: list[str] = []
         self.broken = broken or {}
@@ -62,24 +62,24 @@ class Taker:
         self.names.append(name)
 
 
-def walked(source: Source, taker: Taker | None = None) -> LiveweightsError | None:
-    return walk(source, taker or Taker(), Lockstep(None))
+def walked(source: Source, sink: Sink | None = None) -> LiveweightsError | None:
+    return iterate_in_step(source, sink or Sink(), RankAgreement(None))
 
 
 def test_every_tensor_is_given_in_order() -> None:
-    taker = Taker()
-    assert walked(Source(), taker) is None
-    assert taker.names == list(NAMES)
+    sink = Sink()
+    assert walked(Source(), sink) is None
+    assert sink.names == list(NAMES)
 
 
 @pytest.mark.parametrize(("at", "tensor"), [(0, "a"), (1, "b"), (2, "c"), (3, "")])
 def test_what_a_source_raises_ends_the_walk_at_its_tensor(at: int, tensor: str) -> None:
-    taker, broken = Taker(), OSError("gone")
-    error = walked(Source({at: broken}), taker)
+    sink, broken = Sink(), OSError("gone")
+    error = walked(Source({at: broken}), sink)
     assert isinstance(error, Aborted)
     assert [(failure.code, failure.tensor) for failure in error.failures] == [("rank_failed", tensor)]
     assert error.__cause__ is broken
-    assert taker.names == list(NAMES[:at])
+    assert sink.names == list(NAMES[:at])
 
 
 @pytest.mark.parametrize("kind", [Rejected, Aborted])
@@ -95,17 +95,17 @@ def test_a_sources_own_words_stay_and_an_update_was_under_way(kind: type[Livewei
 
 def test_what_the_taker_raises_is_the_result_and_the_source_is_walked_to_its_end() -> None:
     broken, source = ValueError("the caller's own code"), Source()
-    taker = Taker({"b": broken})
-    error = walked(source, taker)
+    sink = Sink({"b": broken})
+    error = walked(source, sink)
     assert error is not None
     assert [(failure.code, failure.tensor) for failure in error.failures] == [("rank_failed", "b")]
     assert error.__cause__ is broken
-    assert (taker.names, source.given) == (["a"], len(NAMES))
+    assert (sink.names, source.given) == (["a"], len(NAMES))
 
 
 def test_a_typed_refusal_of_the_taker_is_told_as_it_is() -> None:
     refused = Aborted(Failure("tensor_shape", "too small", tensor="a"))
-    assert walked(Source(), Taker({"a": refused})) is refused
+    assert walked(Source(), Sink({"a": refused})) is refused
 
 
 def test_a_program_that_is_ended_is_not_held_up() -> None:
@@ -129,7 +129,7 @@ def test_what_is_seen_after_the_walk_counts(touched: Exception, code: str) -> No
 
 def test_digests_that_cannot_be_made_leave_everything_as_it_was() -> None:
     with pytest.raises(Rejected) as caught:
-        digests_of(Source({-1: OSError()}), Lockstep(None))
+        digests_of(Source({-1: OSError()}), RankAgreement(None))
     assert caught.value.code == "rank_failed"
     assert isinstance(caught.value.__cause__, OSError)
 
