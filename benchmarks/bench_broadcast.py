@@ -20,8 +20,8 @@ from torch.distributed import TCPStore
 from benchmarks.common import Report, best_of
 from transports.base import Box, Read
 from transports.broadcast import BroadcastHub, BroadcastSender
-from transports.broadcast.groups import GlooGroup
 from transports.buckets import BUCKET_BYTES, StreamPlan
+from transports.media.gloo import GlooGroup
 from transports.scatter import Scatter
 from transports.stream_testing import seats_for, send_all, targets_of
 from updater import wire

@@ -30,7 +30,7 @@ from transports.buckets import BUCKET_BYTES, StreamPlan
 from transports.cuda_ipc import CudaIpcHub, CudaIpcSender
 from transports.digest import tensor_digest
 from transports.disk import DiskSource
-from transports.local.testing import FakeDevice
+from transports.media.testing import FakeDevice
 from transports.stream import StreamSource
 from transports.stream_testing import manifest_of, offer_of, seats_for, specs_of
 from transports.testing import write_checkpoint

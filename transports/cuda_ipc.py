@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import torch
 
-from transports.local.cuda import CudaDevice
-from transports.local.device import Device, DeviceReceiverMemory, DeviceSenderMemory
-from transports.local.hub import LocalHub
-from transports.local.messages import PATIENCE_S
-from transports.local.sender import LocalSender
+from transports.media.cuda import CudaDevice
+from transports.media.device_memory import Device, DeviceMemoryReceiver, DeviceMemorySender
+from transports.stream.addresses import UnixListener, dial_unix, fresh_address
+from transports.stream.receiver import MediumHub
+from transports.stream.sender import PATIENCE_S, MediumSender
 
 __all__ = ["CudaIpcHub", "CudaIpcSender"]
 
 
-class CudaIpcSender(LocalSender):
+class CudaIpcSender(MediumSender):
     """`device`: where the two buffers are (default: the current one); tensors may lie anywhere. Other options as those
     of `SharedMemorySender`. Raises Rejected `transport_unsupported` without CUDA or with expandable segments.
     """
+
+    kind = "cuda_ipc"
 
     def __init__(
         self,
@@ -31,13 +33,13 @@ class CudaIpcSender(LocalSender):
         memory: Device | None = None,
     ) -> None:
         """`memory`: a stand-in for the device."""
-        super().__init__(
-            DeviceSenderMemory(memory or CudaDevice(device)), patience_s=patience_s, digests=digests, folder=folder
-        )
+        medium = DeviceMemorySender(memory or CudaDevice(device))
+        super().__init__(medium, lambda: UnixListener(fresh_address(folder)), patience_s=patience_s, digests=digests)
 
 
-class CudaIpcHub(LocalHub):
+class CudaIpcHub(MediumHub):
     """Options as those of `SharedMemoryHub`. `memory`: a stand-in for the device."""
 
     def __init__(self, *, patience_s: float | None = None, memory: Device | None = None) -> None:
-        super().__init__(DeviceReceiverMemory(memory or CudaDevice()), patience_s=patience_s)
+        device = memory or CudaDevice()
+        super().__init__(lambda: DeviceMemoryReceiver(device), dial_unix, patience_s)

@@ -48,7 +48,7 @@ class Transports:
 
     def _hub(self, kind: str) -> Hub:
         if kind not in self._hubs:
-            self._hubs[kind] = _make_hub(kind)
+            self._hubs[kind] = make_hub(kind)
         return self._hubs[kind]
 
 
@@ -66,7 +66,8 @@ def make_sender(kind: str, **options: Any) -> StreamSender:
     return sender
 
 
-def _make_hub(kind: str) -> Hub:
+def make_hub(kind: str) -> Hub:
+    """What receives over a pushed transport in one process. Raises Rejected `transport_unsupported`."""
     hub: Hub = _class(kind, 1)()
     return hub
 

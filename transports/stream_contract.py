@@ -13,9 +13,9 @@ import torch
 from transports.base import Box, Cancelled, Read, ReadReport, Source
 from transports.buckets import Chunk, StreamPlan
 from transports.contract import TransportContract, digests, noise, samples
-from transports.control.messages import SIGN_S
 from transports.registry import Hub
 from transports.stream import StreamSender, StreamSource
+from transports.stream.messages import SIGN_S
 from transports.stream_testing import (
     SENDER_FAULTS,
     FaultySender,
@@ -167,6 +167,7 @@ class StreamContract(TransportContract):
             assert isinstance(update.receivers[2].error, _Broken)
             # First: a sender that looks late may hear others as well, who gave up because of this one.
             assert _places(update.sender_error)[0] == ("peer_lost", "r1", 1)
+            assert "t3" in str(update.sender_error)  # what it said
             assert [_code(update.receivers[at].error) for at in (0, 1)] == ["peer_lost", "peer_lost"]
             self._good(Transfer(sender, hubs, _model(2)).run())
 

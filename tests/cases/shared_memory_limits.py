@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from transports.control.channel import RECEIVER_LIMIT, SENDER_LIMIT
-from transports.local.line import Line
-from transports.local.memfd import SealedFile
-from transports.local.messages import Buffers, FileBuffer
-from transports.local.receiver import Link
-from transports.shared_memory import SharedMemoryHub, SharedMemorySender, _FileReceiver
+from transports.media.memfd import SealedFile
+from transports.media.sealed_memory import SealedMemoryReceiver
+from transports.shared_memory import SharedMemoryHub, SharedMemorySender
+from transports.stream.connection import RECEIVER_LIMIT, SENDER_LIMIT, Connection
+from transports.stream.messages import Buffers, FileBuffer
 from transports.stream_testing import Transfer
 from updater.core.errors import LiveweightsError
 
@@ -49,7 +48,7 @@ def descriptors() -> dict[str, Any]:
 def full() -> str:
     """A buffer's descriptor comes to a process that may open no more."""
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    here, there = Line(ours, SENDER_LIMIT, descriptors=True), Line(theirs, RECEIVER_LIMIT)
+    here, there = Connection(ours, SENDER_LIMIT), Connection(theirs, RECEIVER_LIMIT)
     file = SealedFile(4096)
     there.post(Buffers((FileBuffer(4096),)), (file.number,))
     spare = []
@@ -59,10 +58,10 @@ def full() -> str:
     except OSError:
         pass
     try:
-        link = Link(here, _FileReceiver(), "@", "s")
+        medium = SealedMemoryReceiver()
         for message in here.messages():
             if isinstance(message, Buffers):
-                link.map(message)
+                medium.map(message, here)
     except LiveweightsError as error:
         return error.code
     finally:

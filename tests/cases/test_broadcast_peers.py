@@ -13,17 +13,11 @@ import pytest
 import torch
 
 from transports.broadcast import BroadcastHub, BroadcastSender
-from transports.broadcast.groups import GlooGroup
-from transports.broadcast.line import accepted, listen
-from transports.broadcast.messages import Hello, Message, Opening
-from transports.buckets import Chunk, StreamPlan
 from transports.contract import digests, noise
-from transports.control.channel import SENDER_LIMIT, wait
-from transports.control.messages import Goodbye
+from transports.media.gloo import GlooGroup
 from transports.stream import StreamSender
 from transports.stream_testing import Receiving, Transfer, manifest_of, offer_of, seats_for, specs_of
 from updater.core.errors import LiveweightsError
-from updater.core.participant import StreamOffer
 
 pytestmark = pytest.mark.slow  # together, not each
 
@@ -75,20 +69,6 @@ def test_a_sender_that_comes_late() -> None:
         assert [receiver.error for receiver in late.receivers] == [None, None]
 
 
-@pytest.mark.case("B086")
-def test_a_sender_that_never_comes() -> None:
-    with ends(2, patience_s=0.5) as (sender, hubs):
-        offer = offer_of(sender, seats_for(2))
-        waiting = [Receiving(hub, manifest_of(specs_of(model(1)))) for hub in hubs]
-        for thread in [receiver.start(offer, at) for at, receiver in enumerate(waiting)]:
-            thread.join(60)
-        assert [code(receiver.error) for receiver in waiting] == ["peer_timeout"] * 2
-        sender.abort("no tensor is sent")
-        for hub in hubs:
-            hub.patience_s = None
-        good(sender, hubs)
-
-
 @pytest.mark.case("B088")
 def test_one_rank_is_given_an_address_where_nobody_is() -> None:
     """It says so at once, with the address; the sender and the other rank name it within their time."""
@@ -105,22 +85,6 @@ def test_one_rank_is_given_an_address_where_nobody_is() -> None:
         update.run(absent=[1], gathered=True)
         assert places(update.sender_error) == [("peer_timeout", "r1", 0)]
         assert places(update.receivers[0].error) == [("peer_lost", "r1", 0)]
-        good(sender, hubs)
-
-
-@pytest.mark.case("B090")
-def test_a_receiver_that_fails_at_bucket_2_tells_the_sender_why() -> None:
-    def fail(chunk: Chunk, _data: torch.Tensor) -> None:
-        if chunk.name == "t2":
-            raise RuntimeError("the shelf is full")
-
-    with ends(2) as (sender, hubs):
-        update = Transfer(sender, hubs, model(1), seats=seats_for(1, 1))
-        update.receivers[1].take = fail
-        update.run()
-        assert places(update.sender_error) == [("peer_lost", "r1", 0)]
-        assert isinstance(update.sender_error, LiveweightsError)
-        assert "the shelf is full" in update.sender_error.failures[0].message
         good(sender, hubs)
 
 
@@ -201,36 +165,6 @@ def test_the_cuts_come_from_the_senders_plan() -> None:
             update = Transfer(sender, hubs, model(3), bucket_bytes=bucket_bytes).run()
             assert update.sender_error is None
             assert digests(update.receivers[0].arrived) == digests(model(3))
-
-
-@pytest.mark.case("B098")
-def test_a_sender_that_cuts_in_another_way_is_refused_before_the_first_byte() -> None:
-    plan = StreamPlan(specs_of(model(1)), 1024)
-    answer, receiver = by_hand(Opening(plan, "0" * 64, "group", "gloo", 5.0, 5.0))
-    assert isinstance(answer, Goodbye)
-    assert [failure.code for failure in answer.failures] == ["stream_mismatch"]
-    assert code(receiver.error) == "stream_mismatch"
-    assert receiver.progress == []
-
-
-def by_hand(reply: Message) -> tuple[Message, Receiving]:
-    """A sender made of a bare socket, which answers hello with `reply`; what the receiver says then."""
-    listener, hub = listen("127.0.0.1", 0), BroadcastHub(10.0)
-    offer = StreamOffer("broadcast", f"127.0.0.1:{listener.getsockname()[1]}", "session", seats_for(1))
-    receiver = Receiving(hub, manifest_of(specs_of(model(1))))
-    thread = receiver.start(offer, 0)
-    assert wait([listener], 60)
-    (line,) = accepted(listener, SENDER_LIMIT)
-    heard: list[Message] = []
-    while len(heard) < 2:
-        assert wait([line], 60)
-        heard += line.messages()
-        if len(heard) == 1 and isinstance(heard[0], Hello):
-            line.post(reply)
-    thread.join(60)
-    for end in (line, listener, hub):
-        end.close()
-    return heard[1], receiver
 
 
 @pytest.mark.case("B099")

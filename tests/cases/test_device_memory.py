@@ -15,26 +15,23 @@ import torch
 
 from transports.buckets import StreamPlan
 from transports.contract import digests, noise
-from transports.control.channel import SENDER_LIMIT
 from transports.cuda_ipc import CudaIpcHub, CudaIpcSender
-from transports.local.addresses import connect
-from transports.local.device import (
+from transports.media.device_memory import (
     EXPANDABLE,
-    DeviceReceiverMemory,
-    DeviceSenderBuffer,
-    DeviceSenderMemory,
+    DeviceMemoryBuffer,
+    DeviceMemoryReceiver,
+    DeviceMemorySender,
     check,
     expandable_segments,
 )
-from transports.local.line import Line
-from transports.local.messages import Buffers, DeviceBuffer, Hello, Message, decode, encode
-from transports.local.testing import FakeDevice, ScriptedSender
+from transports.media.testing import FakeDevice
+from transports.stream.messages import Buffers, DeviceBuffer, Hello, Ready, decode, encode
+from transports.stream.testing import ScriptedReceiver, ScriptedSender
 from transports.stream_testing import Receiving, Transfer, manifest_of, seats_for, specs_of
 from transports.testing import refused
 from updater import wire
 from updater.core.errors import Aborted
 from updater.core.participant import StreamOffer
-from updater.core.release import RELEASE
 
 pytestmark = pytest.mark.slow  # together, not each
 
@@ -80,7 +77,7 @@ def codes(update: Transfer) -> list[tuple[str, str, int | None]]:
 def descriptor(**changes: Any) -> DeviceBuffer:
     """A good one, of a buffer that exists, but for `changes`."""
     device = FakeDevice()
-    found, _ = DeviceSenderBuffer(device, 1 << 12).describe()
+    found, _ = DeviceMemoryBuffer(device, 1 << 12).describe()
     assert isinstance(found, DeviceBuffer)
     return dataclasses.replace(found, **changes)
 
@@ -115,10 +112,11 @@ def test_what_a_dead_rank_had_open_is_counted_down_for_it() -> None:
     trainer = FakeDevice()
     sender = CudaIpcSender(memory=trainer)
     plan = StreamPlan(specs_of(HELD), 4096)
-    rank = Line(connect(sender.address, 5.0, lambda: False), SENDER_LIMIT)
-    rank.post(Hello(sender.session, 0, 1, ("GPU-0",), 3, release=RELEASE))
-    rank.post(b'{"kind": "answer"}')
-    sender.open(StreamOffer("cuda_ipc", sender.address, sender.session, seats_for(1)), plan, 5.0)
+    offer = StreamOffer("cuda_ipc", sender.address, sender.session, seats_for(1))
+    rank = ScriptedReceiver(offer)
+    talking = rank.joins(Ready(0), devices=("GPU-0",), handle_format=3)
+    sender.open(offer, plan, 5.0)
+    talking.join()
     assert trainer.outstanding() == [1, 1]
     rank.close()  # without a goodbye, as after a kill
     with refused("peer_lost"):
@@ -213,7 +211,7 @@ def test_another_format_of_handles_is_refused_at_the_hello() -> None:
 )
 def test_a_malformed_handle_never_reaches_the_driver(changes: dict[str, Any], code: str) -> None:
     rank = FakeDevice()
-    memory = DeviceReceiverMemory(rank)
+    memory = DeviceMemoryReceiver(rank)
     with refused(code):
         memory.open(descriptor(**changes), ())
     assert rank.opened == 0
@@ -287,13 +285,12 @@ def test_a_handle_message_of_another_shape_names_its_field(spoil: Any, field: st
 
 @pytest.mark.case("B118")
 def test_a_receiver_refuses_it_and_opens_nothing() -> None:
-    rank, sender, plan = FakeDevice(), ScriptedSender(), StreamPlan(specs_of(HELD), 4096)
+    rank, sender, plan = FakeDevice(), ScriptedSender("cuda_ipc"), StreamPlan(specs_of(HELD), 4096)
     hub = CudaIpcHub(memory=rank)
     receiving = Receiving(hub, manifest_of(plan.tensors))
     thread = receiving.start(StreamOffer("cuda_ipc", sender.address, sender.session, seats_for(1)), 0)
     sender.meet(plan)
-    odd: list[Message | bytes] = [b'{"kind": "buffers", "buffers": [["os.system", ["id"]]]}']
-    sender.say(odd[0])
+    sender.say(b'{"kind": "buffers", "buffers": [["os.system", ["id"]]]}')
     thread.join(60)
     assert isinstance(receiving.error, Aborted)
     assert (receiving.error.code, rank.opened) == ("stream_mismatch", 0)
@@ -333,5 +330,5 @@ def test_tensors_of_the_host_are_staged_by_a_copy() -> None:
     trainer = FakeDevice()
     with devices(trainer, FakeDevice()) as both:
         both.good({"host": HELD["w"].t(), "bias": HELD["scale"]})
-    memory = DeviceSenderMemory(trainer)
-    assert memory.accepts(Hello("s", 0, 1, ("GPU-0",), 3, release=RELEASE)) is None
+    memory = DeviceMemorySender(trainer)
+    assert memory.accepts(Hello("s", 0, devices=("GPU-0",), handle_format=3)) is None

@@ -19,7 +19,7 @@ from transports.base import Box, Read
 from transports.buckets import Bucket, Chunk, StreamPlan
 from transports.contract import digests, noise
 from transports.digest import tensor_digest
-from transports.local import memfd
+from transports.media import memfd
 from transports.shared_memory import SharedMemoryHub, SharedMemorySender
 from transports.stream_testing import Transfer, seats_for
 from transports.testing import refused
@@ -37,8 +37,8 @@ class Poisoning(SharedMemorySender):
 
     def finish(self, deadline_s: float, *, normal: bool) -> None:
         super().finish(deadline_s, normal=normal)
-        for each in self._buffers:
-            each.tensor.fill_(POISON)
+        for buffer in range(self.medium.buffers):
+            self.medium.room(buffer, 1 << 20).fill_(POISON)
 
 
 @pytest.mark.case("B033")
@@ -140,7 +140,7 @@ def test_the_last_bucket_is_done_when_all_ranks_have_read_it() -> None:
     update.receivers[1].take = lambda _chunk, _data: (held_back.wait(60.0), None)[1]
     update.start()
     assert first.wait(60.0)
-    assert sender._round is not None  # not finished: rank 1 has not read
+    assert sender.sending  # not finished: rank 1 has not read
     held_back.set()
     update.join()
     assert (update.sender_error, update.receivers[1].error) == (None, None)

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from transports.broadcast.forming import Forming
-from transports.broadcast.groups import GlooGroup
-from transports.broadcast.pending import nothing
-from transports.control import exits
+from transports.media.gloo import GlooGroup
+from transports.media.group_init import GroupInit
+from transports.media.work import nothing
+from transports.stream import atexit_guard
 
 #: What a peer lives in, and what it takes more than the kernel holds between two processes.
 LARGE = 16 << 20
@@ -94,7 +94,7 @@ def deserted(peer: int, meet: Path) -> None:
 
 def forming(_peer: int, _meet: Path) -> None:
     """A group is about to form, and what it waits for comes just now: another rank that cannot be reached."""
-    forming = Forming(lambda relay: join(relay, 0), nothing)
+    forming = GroupInit(lambda relay: join(relay, 0), nothing)
     while not forming.outgoing():  # its own address is the first thing that it says
         threading.Event().wait(0.001)
     kept.append(forming)
@@ -130,7 +130,7 @@ def tell(story: str, meet: Path) -> int | None:
     process = os.fork()
     if not process:
         if story != "frozen":
-            exits.EXIT_S = LIMIT_S  # what it waits for comes, however busy the machine is
+            atexit_guard.EXIT_S = LIMIT_S  # what it waits for comes, however busy the machine is
         STORIES[story](peer, meet)
         return None
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

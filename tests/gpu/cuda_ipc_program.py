@@ -19,7 +19,7 @@ from transports.base import Box, Read
 from transports.cuda_ipc import CudaIpcHub
 from transports.digest import tensor_digest, to_hex
 from transports.dtypes import TORCH_DTYPES
-from transports.local.testing import FakeDevice
+from transports.media.testing import FakeDevice
 from transports.stream import StreamSource
 from transports.stream_testing import manifest_of
 from updater import wire

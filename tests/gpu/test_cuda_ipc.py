@@ -25,7 +25,7 @@ from transports.contract import noise, samples
 from transports.cuda_ipc import CudaIpcSender
 from transports.digest import tensor_digest, to_hex
 from transports.dtypes import carrier
-from transports.local.testing import FakeDevice
+from transports.media.testing import FakeDevice
 from transports.stream_testing import offer_of, seats_for, send_all, specs_of
 from updater import wire
 from updater.core.errors import Aborted
