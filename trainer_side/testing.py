@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from transports.buckets import Bucket, StreamPlan
+from transports.buckets import Bucket, Plans, StreamPlan
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
 
@@ -203,7 +203,8 @@ class RecordingSender:
         self._under_way = False
         self._lock = Lock()
 
-    def open(self, offer: StreamOffer, plan: StreamPlan, deadline_s: float) -> None:
+    def open(self, offer: StreamOffer, plans: Plans, deadline_s: float) -> None:
+        plan = plans if isinstance(plans, StreamPlan) else plans[0]
         with self._lock:
             if offer.session != self.session:
                 raise Aborted(Failure("client_abort", "the session of this offer has been ended"))

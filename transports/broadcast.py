@@ -45,7 +45,9 @@ class BroadcastSender(MediumSender):
 
 
 class BroadcastHub(MediumHub):
-    """`patience_s`: how long to wait for anything from a sender; None: 60 s, and then as long as it asks for."""
+    """`patience_s`: how long to wait for a sender that gives no sign. None: 60 s, and then as long as
+    the sender asks for, which is never exceeded.
+    """
 
     def __init__(self, patience_s: float | None = None) -> None:
         super().__init__(CollectiveReceiver, dial_tcp, patience_s)

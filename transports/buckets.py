@@ -6,7 +6,7 @@ Pure arithmetic. Sender and receivers cut the same plan and must arrive at the s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -83,6 +83,10 @@ class StreamPlan:
     def nbytes(self) -> int:
         """Payload, without gaps."""
         return sum(spec.nbytes for spec in self.tensors)
+
+
+#: Of an update: one for every receiver, or each receiver's own by its number.
+Plans = StreamPlan | Mapping[int, StreamPlan]
 
 
 def _cut(tensors: Sequence[TensorSpec], limit: int) -> Iterator[Bucket]:

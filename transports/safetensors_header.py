@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -42,7 +42,6 @@ class Header:
     file: str
     size: int
     tensors: tuple[StoredTensor, ...]
-    metadata: tuple[tuple[str, str], ...] = ()
 
 
 _SAVE = "save the model as safetensors"
@@ -89,7 +88,7 @@ def check_header(raw: bytes, size: int, file: str) -> Header:
     if PREFIX + len(raw) > size:
         raise refuse("file_truncated", f"a header of {len(raw)} bytes in a file of {size}", file=file)
     entries = _entries(raw, file)
-    metadata, faults = _metadata(entries.pop("__metadata__", {}), file)
+    faults = _metadata_faults(entries.pop("__metadata__", {}), file)
     base = PREFIX + len(raw)
     tensors = []
     for name, entry in entries.items():
@@ -101,7 +100,7 @@ def check_header(raw: bytes, size: int, file: str) -> Header:
     faults += list(_range_faults(tensors, base, size, file, complete=not faults))[:FAULT_LIMIT]
     if faults:
         raise Rejected(*faults[:FAULT_LIMIT])
-    return Header(file, size, tuple(tensors), metadata)
+    return Header(file, size, tuple(tensors))
 
 
 def _pread(fd: int, count: int, offset: int, file: str) -> bytes:
@@ -148,10 +147,10 @@ def _no_constant(text: str) -> float:
     raise ValueError(text)
 
 
-def _metadata(value: Any, file: str) -> tuple[tuple[tuple[str, str], ...], list[Failure]]:
+def _metadata_faults(value: Any, file: str) -> list[Failure]:
     if isinstance(value, dict) and all(isinstance(text, str) for text in value.values()):
-        return tuple(value.items()), []
-    return (), [Failure("file_header", "__metadata__ is not an object of strings", tensor="__metadata__", file=file)]
+        return []
+    return [Failure("file_header", "__metadata__ is not an object of strings", tensor="__metadata__", file=file)]
 
 
 def _tensor(name: str, entry: Any, base: int, file: str) -> StoredTensor | Failure:
@@ -214,8 +213,3 @@ def _range_faults(tensors: list[StoredTensor], base: int, size: int, file: str, 
             end, owner = tensor.stop, tensor.spec.name
     if end < size and complete:
         yield Failure("file_range", f"{size - end} bytes from byte {end} belong to no tensor", file=file)
-
-
-def header_metadata(header: Header) -> Mapping[str, str]:
-    """`__metadata__` as a mapping."""
-    return dict(header.metadata)

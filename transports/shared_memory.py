@@ -15,9 +15,10 @@ __all__ = ["SharedMemoryHub", "SharedMemorySender"]
 
 
 class SharedMemorySender(MediumSender):
-    """`patience_s`: how long a receiver waits for each bucket. `digests`: send one with every bucket, which names the
-    side that spoiled it and costs a look at every byte on both. `folder`: for the socket, where sender and receivers
-    share a folder but no network namespace; else it is an abstract one, which leaves nothing even after a crash.
+    """`patience_s`: how long receivers wait for a sender that gives no sign. `digests`: send one with every bucket,
+    which names the side that spoiled it and costs a look at every byte on both. `folder`: for the socket, where sender
+    and receivers share a folder but no network namespace; else it is an abstract one, which leaves nothing even after
+    a crash.
     """
 
     kind = "shared_memory"
@@ -28,7 +29,9 @@ class SharedMemorySender(MediumSender):
 
 
 class SharedMemoryHub(MediumHub):
-    """`patience_s`: how long to wait for a sender that says nothing; None: 60 s, and then as long as it asks for."""
+    """`patience_s`: how long to wait for a sender that gives no sign. None: 60 s, and then as long as
+    the sender asks for, which is never exceeded.
+    """
 
     def __init__(self, *, patience_s: float | None = None) -> None:
         super().__init__(SealedMemoryReceiver, dial_unix, patience_s)

@@ -40,7 +40,7 @@ LONG_S = 30.0
 
 
 class PatientHub(Hub, Protocol):
-    """`patience_s`: how long its receivers wait for a sender that says nothing, from their next wait on."""
+    """`patience_s`: how long its receivers wait for a sender that gives no sign, from their next wait on."""
 
     patience_s: float | None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from transports.base import Box, Cancelled, Read, ReadReport
-from transports.buckets import Bucket, Chunk, StreamPlan
+from transports.buckets import Bucket, Chunk, Plans, StreamPlan
 from transports.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from transports.registry import Hub
 from transports.stream import StreamReceiver, StreamSender, StreamSource, pack
@@ -77,8 +77,8 @@ class _Passing:
     def session(self) -> str:
         return self.inner.session
 
-    def open(self, offer: StreamOffer, plan: StreamPlan, deadline_s: float) -> None:
-        self.inner.open(offer, plan, deadline_s)
+    def open(self, offer: StreamOffer, plans: Plans, deadline_s: float) -> None:
+        self.inner.open(offer, plans, deadline_s)
 
     def buffer(self, bucket: Bucket, deadline_s: float) -> torch.Tensor:
         return self.inner.buffer(bucket, deadline_s)
@@ -139,9 +139,10 @@ class FaultySender(_Passing):
         self._held: torch.Tensor | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def open(self, offer: StreamOffer, plan: StreamPlan, deadline_s: float) -> None:
+    def open(self, offer: StreamOffer, plans: Plans, deadline_s: float) -> None:
+        plan = plans if isinstance(plans, StreamPlan) else plans[0]
         self._hit = next(bucket for bucket in plan.buckets if any(c.name == self.name for c in bucket.chunks))
-        self.inner.open(offer, plan, deadline_s)
+        self.inner.open(offer, plans, deadline_s)
 
     def buffer(self, bucket: Bucket, deadline_s: float) -> torch.Tensor:
         self._buffer = self.inner.buffer(bucket, deadline_s)

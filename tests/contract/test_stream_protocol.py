@@ -40,6 +40,7 @@ from transports.testing import refused
 from updater.core.errors import Aborted, LiveweightsError
 from updater.core.participant import StreamOffer
 from updater.core.release import RELEASE
+from updater.manifest import TensorSpec
 
 HANG_S = 60.0
 
@@ -213,8 +214,14 @@ def test_what_was_not_sent_is_not_put_away_and_memory_has_no_keys(message: Ready
         assert isinstance(odd.hear_all()[-1], Close)
 
 
-def receiving(medium: Medium) -> tuple[ScriptedSender, Receiving, MediumHub, threading.Thread, StreamPlan]:
-    plan, sender, hub = StreamPlan(specs_of(tensors()), 1024), ScriptedSender(medium.kind), medium.hub()
+def receiving(
+    medium: Medium, patience_s: float | None = None
+) -> tuple[ScriptedSender, Receiving, MediumHub, threading.Thread, StreamPlan]:
+    plan, sender, hub = (
+        StreamPlan(specs_of(tensors()), 1024),
+        ScriptedSender(medium.kind),
+        medium.hub(patience_s=patience_s),
+    )
     receiver = Receiving(hub, manifest_of(plan.tensors))
     offer = StreamOffer(medium.kind, sender.address, sender.session, seats_for(1))  # type: ignore[arg-type]
     return sender, receiver, hub, receiver.start(offer, 0), plan
@@ -238,6 +245,33 @@ def test_a_sender_that_cuts_in_another_way_is_refused_before_the_first_byte(medi
     assert [failure.code for failure in sender.hear(Close).failures] == ["stream_mismatch"]
     thread.join(HANG_S)
     assert (code(receiver.error), receiver.progress) == ("stream_mismatch", [])
+    sender.close()
+    hub.close()
+
+
+@pytest.mark.case("F45")
+def test_a_plan_that_nothing_could_cut_is_refused_at_once(medium: Medium) -> None:
+    """To cut this one would take for ever: it is judged before that."""
+    sender, receiver, hub, thread, _ = receiving(medium)
+    sender.opens(StreamPlan((TensorSpec("w", "F32", (1 << 60,)),), 1024), digest="0" * 64)
+    assert {failure.code for failure in sender.hear(Close).failures} == {"stream_mismatch"}
+    thread.join(HANG_S)
+    assert code(receiver.error) == "stream_mismatch"
+    sender.close()
+    hub.close()
+
+
+@pytest.mark.case("F45")
+@pytest.mark.parametrize(("own_s", "told_s"), [(None, 0.3), (HANG_S, 0.3), (0.3, HANG_S)])
+def test_a_receiver_waits_no_longer_than_the_shorter_patience(
+    medium: Medium, own_s: float | None, told_s: float
+) -> None:
+    sender, receiver, hub, thread, plan = receiving(medium, own_s)
+    began = time.monotonic()
+    sender.opens(plan, patience_s=told_s)
+    thread.join(HANG_S)
+    assert code(receiver.error) == "peer_timeout"
+    assert time.monotonic() - began < HANG_S / 2
     sender.close()
     hub.close()
 

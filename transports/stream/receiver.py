@@ -50,7 +50,7 @@ class ReceiverLink:
 class MediumHub:
     """A `transports.registry.Hub` over any `ReceiverMedium`; `medium` makes one per connection, which `dial` makes.
 
-    `patience_s`: how long to wait for anything from a sender, instead of `MEET_S` and of what the sender says.
+    `patience_s`: as of `ReceiverSession`, which gets it when it begins.
 
     A kept link is watched by a thread: when its sender ends or dies, what it holds is given back at once and not when
     the hub happens to be needed again.
@@ -78,7 +78,8 @@ class MediumHub:
         medium = self._medium()
         try:
             medium.greeting()  # what this process lacks is known before a sender is called
-            connection = self._dial(offer.address, time.monotonic() + (self.patience_s or MEET_S), check)
+            patience_s = MEET_S if self.patience_s is None else self.patience_s
+            connection = self._dial(offer.address, time.monotonic() + patience_s, check)
         except BaseException:
             medium.drop()
             raise

@@ -48,7 +48,9 @@ Take = Callable[[Chunk, torch.Tensor], None]
 
 
 class ReceiverSession:
-    """`patience_s`: how long to wait for a sender that gives no sign; None: `MEET_S`, then as long as it asks for."""
+    """`patience_s`: how long to wait for a sender that gives no sign. None: `MEET_S`, and then as long as the
+    sender asks for, which is never exceeded.
+    """
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class ReceiverSession:
         self.connection, self.medium = connection, medium
         self.offer, self.number = offer, number
         self._own_s, self._should_stop = patience_s, should_stop
-        self._patience_s = patience_s or MEET_S
+        self._patience_s = MEET_S if patience_s is None else patience_s
         self._heard: deque[Message] = deque()  # all of it from before the sender's last word
         self._signed = float("-inf")  # when the sender last said that it waits for another receiver
         self._ended: Aborted | None = None  # its last word
@@ -85,7 +87,7 @@ class ReceiverSession:
         opening = self.next(Opening)
         _judge(opening, expected)
         self.connection.post(Answer())
-        self._patience_s = self._own_s or opening.begin_within_s
+        self._wait_at_most(opening.begin_within_s)
         self.medium.join(self, opening)
         self.connection.post(Ready(0))
         received = self._take_buckets(opening, take, progress)
@@ -93,6 +95,9 @@ class ReceiverSession:
         if end.buckets != len(opening.plan.buckets):
             raise mismatch(f"{end.buckets} buckets were sent, {len(opening.plan.buckets)} were announced")
         return received
+
+    def _wait_at_most(self, told_s: float) -> None:
+        self._patience_s = told_s if self._own_s is None else min(self._own_s, told_s)
 
     def deadline(self) -> float:
         return time.monotonic() + self._patience_s
@@ -149,7 +154,7 @@ class ReceiverSession:
             if (go.bucket, go.nbytes) != (bucket.index, bucket.nbytes):
                 planned = f"bucket {bucket.index} of {bucket.nbytes}"
                 raise mismatch(f"bucket {go.bucket} of {go.nbytes} bytes was sent where the plan has {planned}")
-            self._patience_s = self._own_s or opening.patience_s
+            self._wait_at_most(opening.patience_s)
             try:
                 travelling = self.medium.post(bucket, go)
             except Broken as error:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from transports.buckets import Bucket, StreamPlan
+from transports.buckets import Bucket, Plans, StreamPlan
 from transports.digest import tensor_digest, to_hex
 from transports.stream.addresses import Arrivals
 from transports.stream.connection import Waker
@@ -78,11 +78,10 @@ class MediumSender:
         """Whether an update is under way."""
         return self._session is not None
 
-    def open(self, offer: StreamOffer, plan: StreamPlan | Mapping[int, StreamPlan], deadline_s: float) -> None:
-        """`plan`: the same for every receiver, or one for each by its number."""
+    def open(self, offer: StreamOffer, plans: Plans, deadline_s: float) -> None:
         deadline = time.monotonic() + deadline_s
         with self._ending_badly():
-            plans = dict.fromkeys(range(offer.receivers), plan) if isinstance(plan, StreamPlan) else dict(plan)
+            plans = dict.fromkeys(range(offer.receivers), plans) if isinstance(plans, StreamPlan) else dict(plans)
             session = self._enter(offer, plans)
             self._check(plans, offer.receivers)
             rendezvous = Rendezvous(session, self._arrivals, self._peers)

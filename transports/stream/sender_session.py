@@ -44,7 +44,7 @@ class SenderSession:
         self.peers: dict[int, Peer] = {}
         self.posted = 0
         self.medium, self._aborted, self._sign_s = medium, aborted, sign_s
-        self._signed = float("-inf")
+        self._signed = time.monotonic()
         self._travelling: Travelling | None = None
         self._asked: Bucket | None = None
         self._lying: dict[int, list[tuple[Peer, int]]] = {}  # buffer -> who reads it, and when each has
@@ -144,8 +144,7 @@ class SenderSession:
             raise failures.error() if failures.known else Aborted(Failure("client_abort", reason))
         if not ready and time.monotonic() >= deadline:
             raise TimeoutError
-        if not ready:
-            self._sign(watched)
+        self._sign(watched)
         return [each for each in ready if not isinstance(each, Waker)]
 
     def hear_now(self) -> None:

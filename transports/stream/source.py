@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from transports.base import Cancelled, Read, ReadReport
-from transports.buckets import Bucket, Chunk, StreamPlan
+from transports.buckets import Bucket, Chunk, Plans, StreamPlan
 from transports.dtypes import TORCH_DTYPES, byte_shape, carrier, is_packed
 from transports.scatter import Scatter
 from updater.core.errors import Aborted, Failure, Rejected, refuse
@@ -41,11 +41,15 @@ class StreamSender(Protocol):
     def session(self) -> str:
         """For the request."""
 
-    def open(self, offer: StreamOffer, plan: StreamPlan, deadline_s: float) -> None:
-        """Meet every receiver of the offer and agree on the plan. Keeps what may be kept of the update before."""
+    def open(self, offer: StreamOffer, plans: Plans, deadline_s: float) -> None:
+        """Meet every receiver of the offer and agree with each on its plan. Keeps what may be kept of the update
+        before. A transport that sends every receiver the same refuses plans that differ (`stream_mismatch`).
+        """
 
     def buffer(self, bucket: Bucket, deadline_s: float) -> torch.Tensor:
-        """uint8 memory of `bucket.nbytes` bytes to be filled, free of what was sent before. Buckets in order."""
+        """uint8 memory of `bucket.nbytes` bytes to be filled, free of what was sent before. The next bucket of at least
+        one plan: it goes to those receivers.
+        """
 
     def send(self, bucket: Bucket, deadline_s: float) -> None:
         """The buffer of this bucket is full. May return before it has arrived."""
