@@ -45,7 +45,6 @@ class Deadlines:
     watch_s: float = 3.0  # how often a front asks whether it is still a member
     lost_after: int = 3  # probes in a row without an answer
     shutdown_s: float = 20.0
-    recover_s: float = 30.0
     update_lease_s: float = 60.0
     retry_first_s: float = 0.05
     retry_most_s: float = 2.0
@@ -70,7 +69,6 @@ class Settings:
     deadlines: Deadlines = field(default_factory=Deadlines)
     max_body: int = 4 << 20
     max_manifest: int = 64 << 20
-    max_waiting: int = 8  # updates that wait for another one (`on_busy=wait`)
     new_fleet: bool = False  # on an empty journal: do not wait for replicas of an older fleet to call
     history: int = 1000  # requests whose receipts are kept whole; older ones leave a short one for a long time
 

@@ -118,7 +118,6 @@ class RankAgent:
             spare_state=spare.state.value,
             spare_serial=spare.serial,
             spare_version=spare.version,
-            spare_digest=spare.digest,
             paused=self._state.point is not None,
             spare_bytes=spare.nbytes,
         )

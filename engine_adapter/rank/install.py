@@ -36,16 +36,14 @@ class InstallHalf:
                 state.point = state.engine.pause(request.deadline_s)
             except TimeoutError as error:
                 raise failed("quiesce_timeout", f"the engine did not stop: {error}") from None
-        fingerprint = state.fingerprint()
         voted = state.voted is not None and state.voted[0] == request.serial
-        if voted and state.voted != (request.serial, fingerprint) and not state.spare.asleep:
+        if voted and state.voted != (request.serial, state.fingerprint()) and not state.spare.asleep:
             self._unpause(request.deadline_s)
             raise failed("rank_failed", "parameters moved in memory between the vote and the pause")
         return RankPauseReply(
             step=state.point.step,
             running=state.point.running,
             staged_serial=request.serial if voted else 0,
-            fingerprint=fingerprint,
             asleep=state.spare.asleep,
         )
 

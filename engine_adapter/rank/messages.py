@@ -164,12 +164,11 @@ class RankPause:
 
 @dataclass(frozen=True, slots=True)
 class RankPauseReply:
-    """`fingerprint`: hash of addresses, shapes and dtypes of live and spare storages: unchanged since the vote."""
+    """`running`: hash of the ids of the requests that the scheduler holds, equal on all ranks at one step."""
 
     step: int
     running: str
     staged_serial: int
-    fingerprint: str
     asleep: bool
 
 
@@ -239,7 +238,6 @@ class RankStatusReply:
     spare_state: str
     spare_serial: int
     spare_version: str
-    spare_digest: str
     paused: bool
     spare_bytes: int
 

@@ -17,7 +17,7 @@ from updater.settings import Deadlines
 from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, digest_of, settle
 from updater.testing.service import LocalService
 
-DEADLINES = Deadlines(shutdown_s=1.0, recover_s=1.0, status_s=1.0, retry_first_s=0.01)
+DEADLINES = Deadlines(shutdown_s=1.0, status_s=1.0, retry_first_s=0.01)
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
@@ -349,9 +349,7 @@ def test_a_history_that_was_cut_is_enough_to_go_on(tmp_path: Path, kept: int) ->
     world = World(tmp_path)
 
     def service() -> LocalService:
-        return LocalService(
-            world.folder, fleet=world.fleet, clock=world.clock, deadlines=DEADLINES, history=kept, max_waiting=1
-        )
+        return LocalService(world.folder, fleet=world.fleet, clock=world.clock, deadlines=DEADLINES, history=kept)
 
     async def main() -> None:
         first = service()

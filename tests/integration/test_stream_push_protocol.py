@@ -23,7 +23,7 @@ from updater.wire import build
 JSON = {"content-type": "application/json"}
 
 DIGEST, OTHER = "0" * 16, "1" * 16
-DEADLINES = Deadlines(shutdown_s=1.0, recover_s=1.0, status_s=1.0, retry_first_s=0.01)
+DEADLINES = Deadlines(shutdown_s=1.0, status_s=1.0, retry_first_s=0.01)
 
 
 def manifest(count: int = 2, digest: str = "") -> dict[str, Any]:

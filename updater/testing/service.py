@@ -20,7 +20,7 @@ from updater.settings import Deadlines, Settings
 from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, settle
 
 #: Real time may pass while a test's clock stands still, so these are short.
-DEADLINES = Deadlines(shutdown_s=1.0, recover_s=1.0, status_s=1.0)
+DEADLINES = Deadlines(shutdown_s=1.0, status_s=1.0)
 
 
 class LocalService:

@@ -73,7 +73,7 @@ class Rank:
             self.server.event("staged", Staged(request.serial, 0))
             self.holds.wait(60)
         if verb == "pause":
-            return RankPauseReply(1, "", request.serial, "", False)
+            return RankPauseReply(1, "", request.serial, False)
         return RankInvalidateReply(()) if verb == "invalidate" else RankDone()
 
     def die(self) -> None:
