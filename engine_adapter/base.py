@@ -170,5 +170,12 @@ class KnowsConfig(Protocol):
         """Where its tokenizer lies, if not in its start folder; else empty."""
 
 
+@runtime_checkable
+class PlacesSpare(Protocol):
+    """An engine whose second copy of the weights may have to lie in host memory. Any engine may leave it out."""
+
+    host_spare: bool
+
+
 #: Named as `package.module:function` on a rank process's command line; the module is imported in that process only.
 EngineFactory = Callable[[EngineSpec], RankEngine]

@@ -22,7 +22,7 @@ from updater.core.policy import CachePolicy
 STAGING_VERBS = frozenset({"plan", "stage", "verify", "check_previous", "audit", "digests"})
 
 
-class RankAgent:
+class RankAgent(StagingHalf, InstallHalf):
     """`handle(verb, request) -> reply`; raises `LiveweightsError` with failures where a verb is refused.
 
     Verbs of `STAGING_VERBS` belong on a thread of their own, the others on the control thread. Allocates and touches
@@ -45,30 +45,9 @@ class RankAgent:
     ) -> None:
         parameters = engine.parameters()
         spare = Spare(parameters, on_host=host_spare)
-        self._state = RankState(engine, spare, DerivedStates(engine.derived(), parameters), clock)
         self._transports = Transports()
-        opener = open_source or self._transports.open
-        staging, installing = StagingHalf(self._state, opener, poison, tell, awaited), InstallHalf(self._state)
-        self.cancel = staging.cancel
-        self.plan, self.stage, self.verify = staging.plan, staging.stage, staging.verify
-        self.check_previous, self.audit, self.digests = staging.check_previous, staging.audit, staging.digests
-        self.pause, self.install, self.restore = installing.pause, installing.install, installing.restore
-        self.invalidate, self.resume = installing.invalidate, installing.resume
-        self._verbs: dict[str, Callable[[Any], Any]] = {
-            "plan": self.plan,
-            "stage": self.stage,
-            "verify": self.verify,
-            "check_previous": self.check_previous,
-            "pause": self.pause,
-            "install": self.install,
-            "restore": self.restore,
-            "invalidate": self.invalidate,
-            "resume": self.resume,
-            "discard": self.discard,
-            "status": self.status,
-            "audit": self.audit,
-            "digests": self.digests,
-        }
+        state = RankState(engine, spare, DerivedStates(engine.derived(), parameters), clock)
+        super().__init__(state, open_source or self._transports.open, poison, tell, awaited)
 
     @property
     def spare(self) -> Spare:
@@ -76,8 +55,8 @@ class RankAgent:
         return self._state.spare
 
     def handle(self, verb: str, request: Any) -> Any:
-        """The reply type is that of `RANK_MESSAGES[verb]`."""
-        return self._verbs[verb](request)
+        """`verb`: of `RANK_MESSAGES`; the method of that name performs it. The reply is of the type given there."""
+        return getattr(self, verb)(request)
 
     def close(self) -> None:
         """Lets go of what is kept between updates for transports. The process ends."""

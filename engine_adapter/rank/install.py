@@ -22,8 +22,7 @@ from updater.core.policy import CachePolicy, InstallMode
 
 
 class InstallHalf:
-    def __init__(self, state: RankState) -> None:
-        self._state = state
+    _state: RankState
 
     def pause(self, request: RankPause) -> RankPauseReply:
         """Stops the engine between two steps. Refused, and not paused, if memory moved since the vote."""

@@ -16,26 +16,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
-from engine_adapter.base import EngineFactory, RankEngine, TokenEvent
-from engine_adapter.rank.agent import RankAgent
+from engine_adapter.base import EngineFactory, RankEngine
 from engine_adapter.rank.channel import RankChannel
-from engine_adapter.rank.control_messages import (
-    ENGINE_FAILED,
-    Build,
-    CancelRequest,
-    CancelStaging,
-    Label,
-    Staged,
-    StartServing,
-    StopEngine,
-    Tokens,
-)
-from engine_adapter.rank.hello import hello_of
-from engine_adapter.rank.messages import Hello, RankDone
-from engine_adapter.rank.server import RankServer
+from engine_adapter.rank.control_messages import ENGINE_FAILED, Build, StartServing
+from engine_adapter.rank.host import RankHost
 from updater.core.errors import Failure, LiveweightsError
 
 _PR_SET_PDEATHSIG = 1
@@ -59,26 +44,19 @@ def load_factory(name: str) -> EngineFactory:
     return factory
 
 
-class RankProcess:
+class RankProcess(RankHost[RankEngine]):
     """One life of one rank."""
 
-    def __init__(self, channel: RankChannel) -> None:
-        self.server = RankServer(channel, self._handle)
-        self._agent: RankAgent | None = None
-        self._engine: RankEngine | None = None
-        self._verbs: dict[str, Callable[[Any], Any]] = {
-            "build": self._build,
-            "start": self._start,
-            "label": self._label,
-            "submit": self._submit,
-            "cancel_request": self._cancel_request,
-            "cancel_staging": self._cancel_staging,
-            "stop": self._stop,
-        }
+    def make_engine(self, request: Build) -> RankEngine:
+        return load_factory(request.factory)(request.spec)
 
-    def run(self) -> None:
-        """Until `stop` or until the front is gone."""
-        self.server.run()
+    def start(self, request: StartServing) -> None:
+        super().start(request)
+        # Libraries and model leave several hundred thousand objects: looking through them once takes longer than ten
+        # pauses, and they stay for good.
+        gc.collect()
+        gc.freeze()
+        threading.Thread(target=self._watch, args=(self.engine,), name="watch", daemon=True).start()
 
     def _watch(self, engine: RankEngine) -> None:
         """An engine that failed inside a process that lives would fail every request for ever: let the front learn of
@@ -91,61 +69,6 @@ class RankProcess:
                 os._exit(ENGINE_FAILED)
             time.sleep(_WATCH_S)
 
-    def _handle(self, verb: str, request: Any) -> Any:
-        own = self._verbs.get(verb)
-        if own is not None:
-            return own(request) or RankDone()
-        return self._ready_agent().handle(verb, request)
-
-    def _ready_agent(self) -> RankAgent:
-        if self._agent is None:
-            raise LiveweightsError(Failure("wrong_phase", "the model is not loaded"))
-        return self._agent
-
-    def _ready_engine(self) -> RankEngine:
-        if self._engine is None:
-            raise LiveweightsError(Failure("wrong_phase", "the model is not loaded"))
-        return self._engine
-
-    def _build(self, request: Build) -> Hello:
-        spec = request.spec
-        engine = load_factory(request.factory)(spec)
-        self._engine, self._agent = engine, RankAgent(engine, tell=self._tell, awaited=self.server.awaited)
-        return hello_of(engine, spec)
-
-    def _start(self, request: StartServing) -> None:
-        self._ready_agent().label(request.version, request.digest)
-        engine = self._ready_engine()
-        engine.start(self._emit)
-        # Libraries and model leave several hundred thousand objects: looking through them once takes longer than ten
-        # pauses, and they stay for good.
-        gc.collect()
-        gc.freeze()
-        threading.Thread(target=self._watch, args=(engine,), name="watch", daemon=True).start()
-
-    def _label(self, request: Label) -> None:
-        self._ready_agent().relabel(request.version, request.digest)
-
-    def _submit(self, request: Any) -> None:
-        self._ready_engine().submit(request)
-
-    def _cancel_request(self, request: CancelRequest) -> None:
-        self._ready_engine().cancel(request.request_id)
-
-    def _cancel_staging(self, request: CancelStaging) -> None:
-        self._ready_agent().cancel(request.serial)
-
-    def _stop(self, request: StopEngine) -> None:
-        self.server.stop()
-        if self._engine is not None:
-            self._engine.stop(request.deadline_s)
-
-    def _tell(self, serial: int, done: int) -> None:
-        self.server.event("staged", Staged(serial, done))
-
-    def _emit(self, event: TokenEvent) -> None:
-        self.server.event("tokens", Tokens((event,)))
-
 
 def main(arguments: list[str] | None = None) -> None:
     """Never returns: threads of the engine or of torch must not keep a rank alive whose front has gone."""
@@ -155,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     die_with_parent(options.parent)
     started = time.monotonic()
-    RankProcess(RankChannel(socket.socket(fileno=options.fd))).run()
+    RankProcess(RankChannel(socket.socket(fileno=options.fd))).server.run()
     print(f"rank process ends after {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(0)

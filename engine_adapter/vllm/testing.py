@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine_adapter.base import EngineSpec
+from engine_adapter.rank.channel import RankChannel
+from engine_adapter.rank.control_messages import Build
 from engine_adapter.testing.faults import InjectedFault
 from engine_adapter.vllm.engine import VllmRankEngine
 from engine_adapter.vllm.worker import LiveweightsWorker, WorkerRank
@@ -29,15 +30,15 @@ _done: set[str] = set()  # orders that happen once, and did
 class FaultyWorker(LiveweightsWorker):
     """As `LiveweightsWorker`."""
 
-    def liveweights_rank(self) -> WorkerRank:
-        return FaultyRank(self)
+    def liveweights_rank(self, channel: RankChannel) -> WorkerRank:
+        return FaultyRank(self, channel)
 
 
 class FaultyRank(WorkerRank):
     """As `WorkerRank`, with faults around every verb."""
 
-    def make_engine(self, spec: EngineSpec) -> VllmRankEngine:
-        return _FaultyEngine(self.worker, spec)
+    def make_engine(self, request: Build) -> VllmRankEngine:
+        return _FaultyEngine(self.worker, request.spec)
 
     def handle(self, verb: str, request: Any) -> Any:
         with around(verb, int(self.worker.rank)):
