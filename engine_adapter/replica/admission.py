@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 from engine_adapter.base import GenerateRequest, TokenEvent
@@ -15,6 +16,74 @@ from engine_adapter.replica.door import Door, Limits
 from engine_adapter.replica.replies import Piece, Running, Wanted
 from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable
 from updater.core.policy import InFlight
+
+
+class AdmissionController(ABC):
+    """Who may start, who waits, and which version made which token. Lives on one event loop; starts shut.
+
+    `close` and `open` come as the replica table says; labels of tokens come from the engine (I3). `mixed`: tokens
+    refused because they would have mixed versions: must stay 0. `stale`: whether new requests find cached blocks of
+    before the last switch (`cache=keep`).
+    """
+
+    def __init__(self, limits: Limits | None) -> None:
+        self._limits = limits or Limits()
+        self._door = Door(self._limits)
+        self._changed = asyncio.Event()  # fewer requests are left
+        self.mixed = 0
+        self.stale = False
+
+    @property
+    def version(self) -> str:
+        """Label of what is served."""
+        return self._door.version
+
+    @property
+    def is_open(self) -> bool:
+        return self._door.is_open
+
+    @property
+    def waiting(self) -> int:
+        return self._door.waiting
+
+    @property
+    @abstractmethod
+    def in_flight(self) -> int: ...
+
+    @abstractmethod
+    def close(self, mode: InFlight, pending: str) -> tuple[int, int]:
+        """Shut. `pending`: label that may be published next. Returns how many requests were aborted and requeued."""
+
+    async def quiesce(self, mode: InFlight, deadline_s: float) -> None:
+        """Until the engine holds no request that the mode does not keep. Raises Aborted (`quiesce_timeout`)."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self._left(mode):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            message = f"{self._left(mode)} requests still ran after {deadline_s:.1f} s of {mode.value}"
+            raise Aborted(Failure("quiesce_timeout", message), live_version=self.version or None) from None
+
+    @abstractmethod
+    def _left(self, mode: InFlight) -> int:
+        """Requests that have to leave the engine before it is quiet."""
+
+    @abstractmethod
+    def before_switch(self, version: str) -> None:
+        """The engine is about to run on `version`: end what asked for exactly another one."""
+
+    @abstractmethod
+    def open(self, version: str) -> None:
+        """Serve `version`: those that wait come in."""
+
+    @abstractmethod
+    def break_down(self, failure: Failure) -> None:
+        """The engine is gone or in doubt: all requests are told, none is let in any more."""
+
+    def mend(self) -> None:
+        """An audit found the replica in order again; shut until `open`."""
+        self._door.mend()
 
 
 class RequestEngine(Protocol):
@@ -27,37 +96,20 @@ class RequestEngine(Protocol):
         """No caller waits for an answer: the end of the request comes as a token event."""
 
 
-class Gate:
+class Gate(AdmissionController):
     """Admission of one replica. Lives on one event loop; starts shut."""
 
     def __init__(self, engine: RequestEngine, limits: Limits | None = None) -> None:
+        super().__init__(limits)
         self._engine = engine
-        self._limits = limits or Limits()
-        self._door = Door(self._limits)
         self._running: dict[str, Running] = {}  # by engine id
         self._ending: set[str] = set()  # cancelled by us, not yet let go of by the engine
         self._parked: list[Running] = []
-        self._changed = asyncio.Event()
         self._ids = itertools.count(1)
-        self.mixed = 0  # tokens that would have mixed versions: must stay 0
-        self.stale = False  # whether new requests find blocks of before the last switch
-
-    @property
-    def version(self) -> str:
-        """Label of what is served."""
-        return self._door.version
-
-    @property
-    def is_open(self) -> bool:
-        return self._door.is_open
 
     @property
     def in_flight(self) -> int:
         return len(self._running) + len(self._parked)
-
-    @property
-    def waiting(self) -> int:
-        return self._door.waiting
 
     def next_id(self) -> str:
         return f"r{next(self._ids)}"
@@ -171,7 +223,6 @@ class Gate:
         self._changed.set()
 
     def close(self, mode: InFlight, pending: str) -> tuple[int, int]:
-        """Shut. `pending`: label that may be published next. Returns how many were aborted and requeued."""
         self._door.close(pending)
         if mode is InFlight.KEEP:
             for running in self._running.values():
@@ -187,20 +238,10 @@ class Gate:
         count = len(self._running)
         return (0, count) if mode is InFlight.RECOMPUTE else (count, 0)
 
-    async def quiesce(self, mode: InFlight, deadline_s: float) -> None:
-        """Until the engine holds no request, unless the mode keeps them. Raises Aborted (`quiesce_timeout`)."""
-        try:
-            async with asyncio.timeout(deadline_s):
-                while self._ending or (self._running and mode is not InFlight.KEEP):
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            left = len(self._running) + len(self._ending)
-            message = f"{left} requests still ran after {deadline_s:.1f} s of {mode.value}"
-            raise Aborted(Failure("quiesce_timeout", message), live_version=self.version or None) from None
+    def _left(self, mode: InFlight) -> int:
+        return len(self._ending) + (0 if mode is InFlight.KEEP else len(self._running))
 
     def before_switch(self, version: str) -> None:
-        """The engine is about to run on `version`: end what asked for exactly another one."""
         for running in [*self._running.values(), *self._parked]:
             if not running.wanted.accepts(version):
                 running.ended_by_update = True
@@ -222,8 +263,8 @@ class Gate:
         self._door.wake()
 
     def break_down(self, failure: Failure) -> None:
-        """The engine is gone or in doubt: all requests are told, none is let in any more. What still runs at the engine
-        is told to end, and `quiesce` waits for it: a replica that is mended does not go on with it.
+        """What still runs at the engine is told to end, and `quiesce` waits for it: a replica that is mended does not
+        go on with it.
         """
         self._door.break_down(failure)
         running_here, self._running = self._running, {}
@@ -235,7 +276,3 @@ class Gate:
             self._engine.cancel(engine_id)
         self._changed.set()
         self._door.wake()
-
-    def mend(self) -> None:
-        """An audit found the replica in order again; the gate stays shut until `open`."""
-        self._door.mend()

@@ -16,10 +16,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from engine_adapter.replica.admission import Gate
+from engine_adapter.replica.admission import AdmissionController, Gate
 from engine_adapter.replica.completions import Completions
 from engine_adapter.replica.front import Front
-from engine_adapter.replica.seams import Admission
 from engine_adapter.replica.tokens import ModelText
 from updater import http, wire
 from updater.core.errors import Failure, Unavailable, refuse
@@ -39,7 +38,7 @@ JSON_BODY = {"requestBody": {"content": {"application/json": {"schema": {"type":
 class ReplicaFace:
     """Everything that HTTP may reach. `front` is set when the start checkpoint was admitted."""
 
-    def __init__(self, replica: str, gate: Admission) -> None:
+    def __init__(self, replica: str, gate: AdmissionController) -> None:
         self.replica = replica
         self.front: Front | None = None
         self.failure: Failure | None = None

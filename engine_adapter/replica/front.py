@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine_adapter.rank.messages import Hello
+from engine_adapter.replica.admission import AdmissionController
 from engine_adapter.replica.front_work import Ranks, perform
-from engine_adapter.replica.seams import Admission
 from updater import wire
 from updater.core import replica as machine
 from updater.core.errors import Aborted, Failure, LiveweightsError
@@ -81,7 +81,7 @@ class Front:
         state: ReplicaState,
         identity: Identity,
         work: Ranks,
-        gate: Admission,
+        gate: AdmissionController,
         clock: Callable[[], float] = time.monotonic,
         rejoin: Callable[[], None] = lambda: None,
     ) -> None:

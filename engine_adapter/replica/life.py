@@ -15,11 +15,12 @@ from typing import Any
 
 import httpx
 
+from engine_adapter.replica.admission import AdmissionController
 from engine_adapter.replica.app import ReplicaFace
 from engine_adapter.replica.fleet_client import FleetClient
 from engine_adapter.replica.front import Front, Identity
 from engine_adapter.replica.front_work import Ranks
-from engine_adapter.replica.seams import Admission, Introduced
+from engine_adapter.replica.seams import Introduced
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import Claim, Fence, FenceRequest, FrontState, JoinRequest
 from updater.core.replica_state import started
@@ -54,7 +55,7 @@ class FrontLife:
         membership: Membership,
         pool: Introduced,
         work: Ranks,
-        gate: Admission,
+        gate: AdmissionController,
         face: ReplicaFace,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -33,10 +33,11 @@ from engine_adapter.rank.messages import (
     RankVerify,
     RankVerifyReply,
 )
+from engine_adapter.replica.admission import AdmissionController
 from engine_adapter.replica.agreement import agree, mismatches, not_proven, same_build, warnings
 from engine_adapter.replica.config_check import check_config
 from engine_adapter.replica.planned import Planned, first_seat, require_digests, with_digests
-from engine_adapter.replica.seams import Admission, Pool
+from engine_adapter.replica.seams import Pool
 from updater.core.dtypes import Rules, merged
 from updater.core.errors import Aborted, Failure, Rejected, refuse
 from updater.core.participant import (
@@ -85,7 +86,7 @@ class RankWork:
     def __init__(
         self,
         pool: Pool,
-        gate: Admission,
+        gate: AdmissionController,
         model: str,
         roots: tuple[str, ...],
         deadlines: Deadlines | None = None,

@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine_adapter.replica.admission import AdmissionController
 from engine_adapter.replica.app import ReplicaFace
-from engine_adapter.replica.seams import Admission
 from updater.core.state import Phase
 from updater.testing.service import LocalService
 
@@ -72,7 +72,7 @@ class Counting:
 
 
 def of_replica() -> str:
-    face = ReplicaFace("r0", cast(Admission, Counting()))
+    face = ReplicaFace("r0", cast(AdmissionController, Counting()))
     return bytes(asyncio.run(face.metrics()).body).decode()
 
 

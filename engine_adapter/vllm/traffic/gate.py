@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from engine_adapter.replica.door import Door, Limits
+from engine_adapter.replica.admission import AdmissionController
+from engine_adapter.replica.door import Limits
 from engine_adapter.vllm.traffic.call import Call
 from engine_adapter.vllm.traffic.namespaces import Namespaces
 from engine_adapter.vllm.traffic.replies import Part, Reply, current_reply, is_empty, is_pooled, was_aborted
-from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable, refuse
+from updater.core.errors import Failure, LiveweightsError, Unavailable, refuse
 from updater.core.policy import CachePolicy, InFlight
 
 #: A reply that so many updates went through is old enough to be asked for again.
@@ -40,41 +41,22 @@ class _Ticket:
     for_update: bool = False  # by an update
 
 
-class VllmGate:
-    """Implements `engine_adapter.replica.seams.Admission`. Lives on one event loop; starts shut.
-
-    `abort`: ends a request at the engine; what it made so far is answered.
-    """
+class VllmGate(AdmissionController):
+    """`abort`: ends a request at the engine; what it made so far is answered."""
 
     def __init__(self, abort: Callable[[str], Awaitable[None]], limits: Limits | None = None) -> None:
+        super().__init__(limits)
         self._abort = abort
-        self._door = Door(limits or Limits())
         self._running: set[_Ticket] = set()
-        self._changed = asyncio.Event()
         self._aborting: set[asyncio.Future[None]] = set()
         self._namespaces = Namespaces()
         self._label = ""  # of what the engine computes with
         self._goes_on = False  # whether requests live through the switch that is under way
         self._open_to: tuple[str, ...] = ()  # versions whose unfinished replies may go on under this one
-        self.mixed = 0
-        self.stale = False
-
-    @property
-    def version(self) -> str:
-        """Label of what is served."""
-        return self._door.version
-
-    @property
-    def is_open(self) -> bool:
-        return self._door.is_open
 
     @property
     def in_flight(self) -> int:
         return len(self._running)
-
-    @property
-    def waiting(self) -> int:
-        return self._door.waiting
 
     @property
     def namespace(self) -> str:
@@ -191,21 +173,10 @@ class VllmGate:
         running = len(self._running)
         return (running if mode is InFlight.ABORT else 0, running if mode is InFlight.RECOMPUTE else 0)
 
-    async def quiesce(self, mode: InFlight, deadline_s: float) -> None:
-        """Until the engine works on nothing, unless the mode keeps it there. Raises Aborted (`quiesce_timeout`)."""
-        if mode in (InFlight.KEEP, InFlight.RECOMPUTE):
-            return
-        try:
-            async with asyncio.timeout(deadline_s):
-                while self._running:
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            message = f"{len(self._running)} requests still ran after {deadline_s:.1f} s of {mode.value}"
-            raise Aborted(Failure("quiesce_timeout", message), live_version=self.version or None) from None
+    def _left(self, mode: InFlight) -> int:
+        return 0 if mode in (InFlight.KEEP, InFlight.RECOMPUTE) else len(self._running)
 
     def before_switch(self, version: str) -> None:
-        """The engine is about to run on `version`: end what asked for exactly another one."""
         for ticket in self._running:
             if not ticket.reply.wanted.accepts(version):
                 self._end_for_update(ticket)
@@ -232,9 +203,6 @@ class VllmGate:
             ticket.reply.failure = Unavailable(failure)
             self._end(ticket)
         self._door.wake()
-
-    def mend(self) -> None:
-        self._door.mend()
 
     def _end_for_update(self, ticket: _Ticket) -> None:
         ticket.for_update = True
