@@ -1,11 +1,64 @@
-"""What must agree between the ranks of a replica, and what it means when it does not."""
+"""What the ranks of a replica answered: what must agree between them, and what it means when it does not."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from engine_adapter.rank.messages import Hello, RankAuditReply, RankPauseReply, RankPlanReply, RankStatusReply
-from updater.core.errors import Aborted, Failure, Rejected
+from engine_adapter.rank.messages import (
+    Hello,
+    RankAuditReply,
+    RankInvalidateReply,
+    RankPauseReply,
+    RankPlanReply,
+    RankStatusReply,
+    RankVerifyReply,
+    TensorCuts,
+    WireTensor,
+)
+from updater.core.errors import Aborted, Failure, Rejected, refuse
+from updater.core.participant import PlanRequest, StreamOffer
+from updater.core.policy import InstallMode
+
+_UNLIKE = "the replayed start checkpoint differs from the live bytes"
+_LOADED = (
+    "start the engine on a folder that nothing changes meanwhile, and have it load the weights that lie there (no"
+    " --load-format dummy)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What planning left behind for staging and verifying."""
+
+    request: PlanRequest | None  # None: the replay of the start checkpoint
+    replies: tuple[RankPlanReply, ...]
+    cuts: tuple[TensorCuts, ...]
+    install: InstallMode
+
+
+def first_seat(request: PlanRequest) -> int:
+    """Number of this replica's first receiver; 0 where nothing is streamed."""
+    if not isinstance(request.offer, StreamOffer):
+        return 0
+    try:
+        return request.offer.first_of(request.fence.incarnation)
+    except LookupError:
+        raise refuse("bad_request", "the stream's offer has no seats for this replica") from None
+
+
+def with_digests(planned: Planned, digests: dict[str, str]) -> Planned:
+    """What the trainer promised only when its stream was sealed counts like what the manifest promised."""
+    if not digests:
+        return planned
+    first = planned.replies[0]
+    tensors = tuple(replace(each, digest=digests.get(each.name, each.digest)) for each in first.tensors)
+    return replace(planned, replies=(replace(first, tensors=tensors), *planned.replies[1:]))
+
+
+def require_digests(tensors: tuple[WireTensor, ...]) -> None:
+    if not all(tensor.digest for tensor in tensors):
+        raise refuse("manifest_required", "the policy requires digests, and the source brings none or not all")
 
 
 def same_build(hellos: Sequence[Hello]) -> None:
@@ -18,6 +71,17 @@ def same_build(hellos: Sequence[Hello]) -> None:
                 for rank, hello in enumerate(hellos)
             )
         )
+
+
+def all_as_live(replies: Sequence[RankVerifyReply]) -> None:
+    """Raises Rejected unless the start checkpoint, replayed, gave every rank its live bytes."""
+    differing = [
+        Failure("placement_refused", _UNLIKE, rank=rank, tensor=name, hint=_LOADED)
+        for rank, reply in enumerate(replies)
+        for name in reply.differs_from_live
+    ]
+    if differing:
+        raise Rejected(*differing)
 
 
 def agree(replies: list[RankPauseReply], serial: int) -> None:
@@ -36,6 +100,18 @@ def agree(replies: list[RankPauseReply], serial: int) -> None:
     ]
     if lost:
         raise Aborted(*lost)
+
+
+def all_cleared(replies: Sequence[RankInvalidateReply]) -> None:
+    """Raises Aborted unless every tier of every rank's cache is empty."""
+    left = [
+        Failure("cache_not_reset", f"the cache tier {tier.name!r} did not clear", rank=rank)
+        for rank, reply in enumerate(replies)
+        for tier in reply.tiers
+        if not tier.cleared
+    ]
+    if left:
+        raise Aborted(*left)
 
 
 def mismatches(what: str, replies: Sequence[RankAuditReply]) -> tuple[Failure, ...]:

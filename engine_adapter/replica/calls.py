@@ -14,7 +14,7 @@ from typing import Any
 from engine_adapter.base import TokenEvent
 from engine_adapter.rank.channel import ChannelClosed, ChannelError, Frame, FrameKind, FrontChannel
 from engine_adapter.rank.control_messages import CALLS, CancelStaging, Staged, Tokens
-from engine_adapter.rank.messages import Refused
+from engine_adapter.rank.messages import Hello, Refused
 from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError
 
@@ -75,17 +75,25 @@ class RankLine:
 
 
 class RankCalls:
-    """`lines`: in rank order, once all are there. Lives on one event loop."""
+    """All ranks of one replica, whatever started them. `lines`, `hellos`: in rank order, once all are there.
+
+    `on_tokens`, `on_staged`: what ranks say unasked; `on_death`: of a rank that died before `stopping` was set. Lives
+    on one event loop.
+    """
 
     def __init__(
         self,
         *,
         on_tokens: Callable[[TokenEvent], None] = lambda _event: None,
         on_staged: Callable[[int, Staged], None] = lambda _rank, _staged: None,
+        on_death: Callable[[Failure], None] = lambda _failure: None,
     ) -> None:
         self.lines: list[RankLine] = []
+        self.hellos: tuple[Hello, ...] = ()
+        self.stopping = False
         self._on_tokens = on_tokens
         self._on_staged = on_staged
+        self._on_death = on_death
         self._numbers = itertools.count(1)
 
     @property
@@ -174,6 +182,12 @@ class RankCalls:
             return ""
         except (ChannelError, wire.WireError) as error:
             return str(error)
+
+    def died(self, line: RankLine, why: str) -> None:
+        """Its open calls end; again: nothing."""
+        failure = Failure("rank_died", why, rank=line.rank)
+        if line.die(failure) and not self.stopping:
+            self._on_death(failure)
 
 
 def _failures(call: asyncio.Future[Any]) -> tuple[Failure, ...]:

@@ -16,7 +16,8 @@ from typing import Any
 
 from engine_adapter.rank.messages import Hello
 from engine_adapter.replica.admission import AdmissionController
-from engine_adapter.replica.front_work import Ranks, perform
+from engine_adapter.replica.front_work import perform
+from engine_adapter.replica.interfaces import Ranks
 from updater import wire
 from updater.core import replica as machine
 from updater.core.errors import Aborted, Failure, LiveweightsError

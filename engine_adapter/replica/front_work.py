@@ -2,70 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
-from updater.core.dtypes import Rules
+from engine_adapter.replica.interfaces import Ranks
 from updater.core.errors import Aborted, Failure
-from updater.core.participant import (
-    FenceRequest,
-    FrontState,
-    InvalidateRequest,
-    PauseReply,
-    PauseRequest,
-    PlanReply,
-    PlanRequest,
-    Progress,
-    ReleaseTo,
-    ResumeRequest,
-    StageReply,
-    StageRequest,
-    VerifyReply,
-    VerifyRequest,
-)
+from updater.core.participant import FrontState, ReleaseTo, ResumeRequest
 from updater.core.replica_state import ReplicaState, Work
-
-
-class Ranks(Protocol):
-    """All ranks as one thing, one method per `Work` of the machine: `rank_work.RankWork`, and `ReloadRanks` of vLLM.
-
-    Each raises LiveweightsError, and then no rank works on it any more.
-    """
-
-    dtypes: Rules
-    """That the tensors of the start checkpoint are held in; empty where that is not known."""
-
-    async def replay_start(self) -> str:
-        """Before anything else: the start checkpoint is what is live. Returns its content digest."""
-
-    async def join(self, version: str, digest: str) -> None: ...
-
-    async def plan(self, request: PlanRequest) -> PlanReply: ...
-
-    async def stage(self, request: StageRequest) -> StageReply: ...
-
-    async def verify(self, request: VerifyRequest) -> VerifyReply: ...
-
-    async def pause(self, request: PauseRequest, digest: str, aborted: int, requeued: int) -> PauseReply: ...
-
-    async def install(self, request: FenceRequest, plan: PlanRequest, digest: str) -> None: ...
-
-    async def invalidate(self, request: InvalidateRequest) -> None: ...
-
-    async def restore(self, serial: int, attempt: int, version: str, digest: str) -> None: ...
-
-    async def resume(self, request: ResumeRequest) -> None: ...
-
-    async def discard(self, serial: int) -> None: ...
-
-    def cancel(self, serial: int) -> None: ...
-
-    def progress(self) -> Progress | None: ...
-
-    async def audit(self, what: str) -> tuple[Failure, ...]: ...
-
-    async def readmit(self, unsettled: tuple[int, int] | None, serial: int, version: str, digest: str) -> None: ...
-
-    async def serve_installed(self, serial: int, attempt: int, version: str) -> None: ...
 
 
 async def perform(ranks: Ranks, work: Work, state: ReplicaState, stopped: tuple[int, int]) -> Any:
@@ -73,32 +15,20 @@ async def perform(ranks: Ranks, work: Work, state: ReplicaState, stopped: tuple[
     aborted and requeued when it closed. Raises LiveweightsError.
     """
     request = work.request
-    if state.state is FrontState.ORPHANED:  # whatever ends that proves the live bytes first
+    if work.verb == "readmit" or state.state is FrontState.ORPHANED:  # whatever ends that proves the live bytes first
         await _prove(ranks, work, state)
-        return await ranks.join(request.version, request.digest) if work.verb == "join" else None
+        return await ranks.join(request) if work.verb == "join" else None
     match work.verb:
-        case "join":
-            return await ranks.join(request.version, request.digest)
-        case "plan":
-            return await ranks.plan(request)
-        case "stage":
-            return await ranks.stage(request)
-        case "verify":
-            return await ranks.verify(request)
+        case "join" | "plan" | "stage" | "verify" | "invalidate" | "resume":
+            return await getattr(ranks, work.verb)(request)
         case "pause":
             return await ranks.pause(request, state.digest, *stopped)
         case "install" if work.plan is not None:
             return await ranks.install(request, work.plan, state.digest)
-        case "invalidate":
-            return await ranks.invalidate(request)
         case "restore":
             return await _take_back(ranks, state, _serial(work, state), request.fence.attempt)
-        case "resume":
-            return await ranks.resume(request)
         case "discard":
             return await ranks.discard(_serial(work, state))
-        case "readmit":
-            return await _prove(ranks, work, state)
         case "release" if request.to is ReleaseTo.LIVE:
             return await ranks.serve_installed(*state.key, state.live.version)
         case "release":

@@ -24,8 +24,9 @@ from engine_adapter.rank.control_messages import CancelRequest
 from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.app import ReplicaFace, make_app
 from engine_adapter.replica.door import Limits
+from engine_adapter.replica.interfaces import Deadlines
 from engine_adapter.replica.life import FrontLife, Membership
-from engine_adapter.replica.rank_work import Deadlines, RankWork
+from engine_adapter.replica.rank_work import RankWork
 from engine_adapter.replica.ranks import PoolSettings, RankPool
 from engine_adapter.replica.tokens import ModelText
 from updater.connections import BACKLOG, BoundedServer
@@ -164,7 +165,7 @@ class Replica:
         roots = tuple(str(root.resolve()) for root in wanted.roots)
         self.work = RankWork(self.pool, self.gate, model, roots, wanted.deadlines)
         self.face = ReplicaFace(self.name, self.gate)
-        self.life = FrontLife(self._membership(), self.pool, self.work, self.gate, self.face, clock)
+        self.life = FrontLife(self._membership(), self.work, self.gate, self.face, clock)
         text = ModelText.load(wanted.model, Path(model).name)
         app = make_app(self.face, self.gate, text, wanted.tokens, self.url)
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2)

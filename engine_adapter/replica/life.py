@@ -19,8 +19,7 @@ from engine_adapter.replica.admission import AdmissionController
 from engine_adapter.replica.app import ReplicaFace
 from engine_adapter.replica.fleet_client import FleetClient
 from engine_adapter.replica.front import Front, Identity
-from engine_adapter.replica.front_work import Ranks
-from engine_adapter.replica.seams import Introduced
+from engine_adapter.replica.interfaces import Ranks
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import Claim, Fence, FenceRequest, FrontState, JoinRequest
 from updater.core.replica_state import started
@@ -53,14 +52,13 @@ class FrontLife:
     def __init__(
         self,
         membership: Membership,
-        pool: Introduced,
         work: Ranks,
         gate: AdmissionController,
         face: ReplicaFace,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._membership = membership
-        self._pool, self._work, self._gate, self._face = pool, work, gate, face
+        self._work, self._gate, self._face = work, gate, face
         self._clock = clock
         self._first_incarnation = secrets.token_hex(8)
         self._rejoining: asyncio.Task[None] | None = None
@@ -110,7 +108,7 @@ class FrontLife:
 
     async def _start_front(self) -> Front:
         digest = await self._work.replay_start()
-        mine, hellos = self._membership, self._pool.hellos
+        mine, hellos = self._membership, self._work.hellos
         state = started(mine.name, self._first_incarnation, str(START), digest, len(hellos))
         identity = Identity(mine.url, mine.model, hellos)
         front = Front(state, identity, self._work, self._gate, self._clock, self._rejoin)

@@ -7,12 +7,12 @@ kept here is per serial and only what the ranks answered: plans, cuts, the insta
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
 from engine_adapter.rank.control_messages import Label, Staged, StartServing
 from engine_adapter.rank.messages import (
+    Hello,
     RankAudit,
     RankAuditReply,
     RankCheckPrevious,
@@ -34,16 +34,29 @@ from engine_adapter.rank.messages import (
     RankVerifyReply,
 )
 from engine_adapter.replica.admission import AdmissionController
-from engine_adapter.replica.agreement import agree, mismatches, not_proven, same_build, warnings
+from engine_adapter.replica.agreement import (
+    Planned,
+    agree,
+    all_as_live,
+    all_cleared,
+    first_seat,
+    mismatches,
+    not_proven,
+    require_digests,
+    same_build,
+    warnings,
+    with_digests,
+)
+from engine_adapter.replica.calls import RankCalls
 from engine_adapter.replica.config_check import check_config
-from engine_adapter.replica.planned import Planned, first_seat, require_digests, with_digests
-from engine_adapter.replica.seams import Pool
+from engine_adapter.replica.interfaces import Deadlines
 from updater.core.dtypes import Rules, merged
 from updater.core.errors import Aborted, Failure, Rejected, refuse
 from updater.core.participant import (
     DiskOffer,
     FenceRequest,
     InvalidateRequest,
+    JoinRequest,
     Kind,
     PauseReply,
     PauseRequest,
@@ -60,23 +73,6 @@ from updater.core.participant import (
 from updater.core.policy import CachePolicy, InFlight, InstallMode, Policy
 from updater.core.version import START
 
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Seconds that one fan-out to all ranks may take; staging, verifying and pausing bring their own."""
-
-    plan_s: float = 120.0
-    commit_s: float = 30.0  # install, restore, invalidate, resume: milliseconds of work
-    discard_s: float = 60.0  # waits for a cancelled stage to end
-    start_s: float = 600.0
-    audit_s: float = 600.0
-
-
-_UNLIKE = "the replayed start checkpoint differs from the live bytes"
-_LOADED = (
-    "start the engine on a folder that nothing changes meanwhile, and have it load the weights that lie there (no"
-    " --load-format dummy)"
-)
 _PROOFS_KEPT = 8  # live, kept, staged, and a few that were given up
 
 
@@ -85,7 +81,7 @@ class RankWork:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: RankCalls,
         gate: AdmissionController,
         model: str,
         roots: tuple[str, ...],
@@ -106,11 +102,15 @@ class RankWork:
         self.dtypes: Rules = ()  # that the start checkpoint's tensors are held in
         self._proofs: dict[str, str] = {}  # content digest -> what its bytes were compared with when they came
 
+    @property
+    def hellos(self) -> tuple[Hello, ...]:
+        return self._pool.hellos
+
     # --- start
 
     async def replay_start(self) -> str:
         """Admit the placement: the start checkpoint, replayed, must give the live bytes. Returns its content digest."""
-        same_build(self._pool.hellos)
+        same_build(self.hellos)
         deadline = self._deadlines.start_s
         plan = RankPlan(
             serial=0,
@@ -124,19 +124,13 @@ class RankWork:
         self.dtypes = merged(reply.dtypes for reply in planned.replies)
         await self._pool.call("stage", RankStage(0, deadline), deadline_s=deadline)
         combined, verified = await self._verify(planned, 0, deadline)
-        differing = [
-            Failure("placement_refused", _UNLIKE, rank=rank, tensor=name, hint=_LOADED)
-            for rank, reply in enumerate(verified)
-            for name in reply.differs_from_live
-        ]
-        if differing:
-            raise Rejected(*differing)
+        all_as_live(verified)
         await self._pool.call("discard", RankDiscard(0), deadline_s=self._deadlines.discard_s)
         await self._pool.call("start", StartServing(str(START), combined.observed), deadline_s=deadline)
         self._planned = None
         return combined.observed
 
-    async def join(self, version: str, digest: str) -> None:
+    async def join(self, request: JoinRequest) -> None:
         """The live bytes are the fleet's: carry its label from now on.
 
         All ranks stand still before one is relabelled, and until all are: a rank that pauses and goes on by
@@ -145,7 +139,7 @@ class RankWork:
         deadline = self._deadlines.commit_s
         await self._pool.call("pause", RankPause(0, deadline), deadline_s=deadline)
         try:
-            await self._pool.call("label", Label(version, digest), deadline_s=deadline)
+            await self._pool.call("label", Label(request.version, request.digest), deadline_s=deadline)
         finally:
             await self.unpause(0)
 
@@ -153,7 +147,7 @@ class RankWork:
 
     async def plan(self, request: PlanRequest) -> PlanReply:
         began = time.monotonic()
-        capabilities = self._pool.hellos[0].capabilities
+        capabilities = self.hellos[0].capabilities
         policy = Policy(in_flight=request.in_flight, cache=request.cache, install=request.install)
         transport = request.offer.kind if request.offer is not None else "disk"
         unsupported = capabilities.refuses(policy, transport)
@@ -181,7 +175,7 @@ class RankWork:
         first = planned.replies[0]
         if request.require_digests and not isinstance(request.offer, StreamOffer):  # a stream's may come at its end
             require_digests(first.tensors)
-        notes, compared = check_config(first.model, self._pool.hellos, request)
+        notes, compared = check_config(first.model, self.hellos, request)
         self._planned = planned
         return PlanReply(
             fence=request.fence,
@@ -309,17 +303,9 @@ class RankWork:
         replies: list[RankInvalidateReply] = await self._pool.call(
             "invalidate", message, deadline_s=self._deadlines.commit_s
         )
-        if cache is not CachePolicy.RESET:
-            return
-        left = [
-            Failure("cache_not_reset", f"the cache tier {tier.name!r} did not clear", rank=rank)
-            for rank, reply in enumerate(replies)
-            for tier in reply.tiers
-            if not tier.cleared
-        ]
-        if left:
-            raise Aborted(*left)
-        self._gate.stale = False
+        if cache is CachePolicy.RESET:
+            all_cleared(replies)
+            self._gate.stale = False
 
     async def restore(self, serial: int, attempt: int, version: str, digest: str) -> None:
         """Old bytes, label and namespace back where that attempt was installed; then its staging goes (I6)."""
@@ -378,7 +364,7 @@ class RankWork:
         deadline = self._deadlines.audit_s
         audits: list[RankAuditReply] = await self._pool.call("audit", RankAudit("live"), deadline_s=deadline)
         states: list[RankStatusReply] = await self._pool.call("status", RankStatus(), deadline_s=deadline)
-        failures = not_proven(version, self._pool.hellos, audits, states)
+        failures = not_proven(version, self.hellos, audits, states)
         if failures:
             raise Aborted(*failures)
 

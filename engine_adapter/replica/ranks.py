@@ -47,8 +47,8 @@ class _Rank:
         self.reader: asyncio.Task[None] | None = None
 
 
-class RankPool:
-    """All ranks of one replica. Lives on one event loop."""
+class RankPool(RankCalls):
+    """All ranks of one replica, as processes that it starts."""
 
     def __init__(
         self,
@@ -58,12 +58,9 @@ class RankPool:
         on_death: Callable[[Failure], None],
         on_staged: Callable[[int, Staged], None] = lambda _rank, _staged: None,
     ) -> None:
+        super().__init__(on_tokens=on_tokens, on_staged=on_staged, on_death=on_death)
         self.settings = settings
-        self.hellos: tuple[Hello, ...] = ()
-        self._calls = RankCalls(on_tokens=on_tokens, on_staged=on_staged)
-        self._on_death = on_death
         self._ranks: list[_Rank] = []
-        self._stopping = False
         self._rendezvous: int | None = None  # descriptor of the file where ranks meet
 
     @property
@@ -73,11 +70,6 @@ class RankPool:
     @property
     def pids(self) -> tuple[int, ...]:
         return tuple(rank.process.pid for rank in self._ranks)
-
-    @property
-    def death(self) -> Failure | None:
-        """Of the first rank that died, if one did."""
-        return self._calls.death
 
     async def start(self) -> tuple[Hello, ...]:
         """Start every rank and load the model. Raises Aborted, and has then stopped what it started."""
@@ -101,22 +93,14 @@ class RankPool:
             raise
         return self.hellos
 
-    async def call(self, verb: str, request: Any, *, deadline_s: float) -> list[Any]:
-        """See `RankCalls.call`."""
-        return await self._calls.call(verb, request, deadline_s=deadline_s)
-
     def tell_first(self, verb: str, request: Any) -> asyncio.Future[Any]:
         """To rank 0 alone: requests are submitted and cancelled there. Sent when this returns; no deadline."""
-        return self._calls.tell(self._calls.lines[0], verb, request)
-
-    def cancel_staging(self, serial: int) -> None:
-        """Tell every rank to give up what it stages for `serial`; the calls themselves then end as refused."""
-        self._calls.cancel_staging(serial)
+        return self.tell(self.lines[0], verb, request)
 
     async def stop(self, deadline_s: float) -> None:
         """Ask, wait, then kill. On return no rank process is left."""
-        self._stopping = True
-        self._calls.tell_all("stop", StopEngine(deadline_s))
+        self.stopping = True
+        self.tell_all("stop", StopEngine(deadline_s))
         waits = [asyncio.ensure_future(rank.gone.wait()) for rank in self._ranks]
         if waits:
             _, late = await asyncio.wait(waits, timeout=deadline_s)
@@ -142,7 +126,7 @@ class RankPool:
         line = RankLine(number, await FrontChannel.over(ours))
         rank = _Rank(process, line)
         self._ranks.append(rank)
-        self._calls.lines.append(line)
+        self.lines.append(line)
         rank.reader = asyncio.create_task(self._read(rank), name=f"rank {number}")
         self._watch(rank)
 
@@ -166,19 +150,14 @@ class RankPool:
             os.close(descriptor)
             status = rank.process.wait()
             why = "its engine failed" if status == ENGINE_FAILED else f"its process ended with status {status}"
-            self._died(rank, why)
+            self.died(rank.line, why)
             rank.gone.set()
 
         loop.add_reader(descriptor, ended)
 
     async def _read(self, rank: _Rank) -> None:
         """A channel that was closed says nothing here: the pid descriptor tells the rest."""
-        broken = await self._calls.read(rank.line)
+        broken = await self.read(rank.line)
         if broken:
-            self._died(rank, f"its channel broke: {broken}")
+            self.died(rank.line, f"its channel broke: {broken}")
             rank.process.send_signal(signal.SIGKILL)
-
-    def _died(self, rank: _Rank, why: str) -> None:
-        failure = Failure("rank_died", why, rank=rank.line.rank)
-        if rank.line.die(failure) and not self._stopping:
-            self._on_death(failure)

@@ -6,11 +6,13 @@ import asyncio
 from typing import Any
 
 from engine_adapter.base import GenerateRequest, TokenEvent
+from engine_adapter.rank.messages import Hello
 from engine_adapter.replica.admission import Gate
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import (
     FenceRequest,
     InvalidateRequest,
+    JoinRequest,
     PauseReply,
     PauseRequest,
     PlanReply,
@@ -68,6 +70,8 @@ class HandWork:
     `undone`, `discarded`: what restores and discards were about.
     """
 
+    hellos: tuple[Hello, ...] = ()
+
     def __init__(self, observed: str = "d1") -> None:
         self.observed = observed
         self.calls: list[str] = []
@@ -103,7 +107,7 @@ class HandWork:
         if verb in self.fail:
             raise self.fail[verb]
 
-    async def join(self, version: str, digest: str) -> None:
+    async def join(self, request: JoinRequest) -> None:
         await self._call("join")
 
     async def plan(self, request: PlanRequest) -> PlanReply:

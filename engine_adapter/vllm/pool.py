@@ -33,7 +33,7 @@ _FACTORY = "engine_adapter.vllm.engine:VllmRankEngine"
 _HELLO_S = 30.0
 
 
-class AttachedPool:
+class AttachedPool(RankCalls):
     """`options`: of the engine, for every rank. `relabelled(version, digest, policy)`: hears at the point where label
     and bytes change (I3); the policy is that of the update, or RESET where the bytes stay."""
 
@@ -48,24 +48,22 @@ class AttachedPool:
         on_staged: Callable[[int, Staged], None],
         relabelled: Callable[[str, str, CachePolicy], None],
     ) -> None:
+        super().__init__(on_staged=on_staged, on_death=on_death)
         self._control, self._model, self._size = control, model, size
         self._options = dict(options or {})
-        self._on_death, self._relabelled = on_death, relabelled
-        self._calls = RankCalls(on_staged=on_staged)
+        self._relabelled = relabelled
         self._readers: list[asyncio.Task[None]] = []
         self._pauses = itertools.count(1)
-        self._stopping = False
-        self.hellos: tuple[Hello, ...] = ()
 
     async def start(self, deadline_s: float) -> tuple[Hello, ...]:
         """All workers attached, their placements recorded and their spares allocated. Raises Aborted."""
         lines = await self._attached(deadline_s)
-        self._calls.lines.extend(lines)
+        self.lines.extend(lines)
         self._readers = [asyncio.create_task(self._read(line), name=f"rank {line.rank}") for line in lines]
         builds = [
             Build(_FACTORY, EngineSpec(rank, self._size, self._model, "", self._options)) for rank in range(self._size)
         ]
-        self.hellos = tuple(await self._calls.call("build", builds, deadline_s=deadline_s))
+        self.hellos = tuple(await super().call("build", builds, deadline_s=deadline_s))
         return self.hellos
 
     async def _attached(self, deadline_s: float) -> list[RankLine]:
@@ -113,26 +111,26 @@ class AttachedPool:
             case "invalidate":
                 return await self._invalidate(request, deadline_s)
             case "resume":
-                replies = await self._calls.call(verb, request, deadline_s=deadline_s)
+                replies = await super().call(verb, request, deadline_s=deadline_s)
                 await self._control.resume(deadline_s)
                 return replies
-        return await self._calls.call(verb, request, deadline_s=deadline_s)
+        return await super().call(verb, request, deadline_s=deadline_s)
 
     async def _pause(self, request: Any, deadline_s: float) -> list[Any]:
         """Raises Aborted (`replica_asleep`) where the engine's memory may not be there."""
         if not await self._control.pause(next(self._pauses), deadline_s):
             raise Aborted(Failure("replica_asleep", "the engine sleeps, or was paused by somebody else: wake it first"))
-        return await self._calls.call("pause", request, deadline_s=deadline_s)
+        return await super().call("pause", request, deadline_s=deadline_s)
 
     async def _label(self, verb: str, request: Any, cache: CachePolicy, deadline_s: float) -> list[Any]:
         """Ranks first: a label that no client may read yet does no harm, one that is ahead of its bytes would."""
-        replies = await self._calls.call(verb, request, deadline_s=deadline_s)
+        replies = await super().call(verb, request, deadline_s=deadline_s)
         await self._control.label(request.version, deadline_s)
         self._relabelled(request.version, request.digest, cache)
         return replies
 
     async def _invalidate(self, request: RankInvalidate, deadline_s: float) -> list[Any]:
-        replies: list[RankInvalidateReply] = await self._calls.call("invalidate", request, deadline_s=deadline_s)
+        replies: list[RankInvalidateReply] = await super().call("invalidate", request, deadline_s=deadline_s)
         if request.cache is CachePolicy.KEEP:
             return replies
         resets = request.cache is CachePolicy.RESET
@@ -140,14 +138,10 @@ class AttachedPool:
         tiers = tuple(CacheTier(name, done) for name, done in cleared.items())
         return [replace(replies[0], tiers=replies[0].tiers + tiers), *replies[1:]]
 
-    def cancel_staging(self, serial: int) -> None:
-        """Tell every rank to give up what it stages for `serial`; the calls themselves then end as refused."""
-        self._calls.cancel_staging(serial)
-
     async def stop(self) -> None:
         """Let the workers go; vLLM ends them."""
-        self._stopping = True
-        for line in self._calls.lines:
+        self.stopping = True
+        for line in self.lines:
             line.channel.close()
             await line.channel.wait_closed()
         for reader in self._readers:
@@ -156,11 +150,8 @@ class AttachedPool:
                 await reader
 
     async def _read(self, line: RankLine) -> None:
-        broken = await self._calls.read(line)
-        why = f"its channel broke: {broken}" if broken else "its worker process ended"
-        failure = Failure("rank_died", why, rank=line.rank)
-        if line.die(failure) and not self._stopping:
-            self._on_death(failure)
+        broken = await self.read(line)
+        self.died(line, f"its channel broke: {broken}" if broken else "its worker process ended")
 
 
 def _lines(found: list[tuple[Attach, FrontChannel]]) -> list[RankLine]:

@@ -56,7 +56,7 @@ class VllmReplica:
             if isinstance(control, ReloadControl)
             else self._staged(client.vllm_config, control, model, roots, tiers.warnings)
         )
-        self._life = FrontLife(membership, self._pool, work, self.gate, self.face)
+        self._life = FrontLife(membership, work, self.gate, self.face)
         self._joining: asyncio.Task[bool] | None = None
 
     def _staged(
@@ -77,7 +77,7 @@ class VllmReplica:
     def _reloading(
         self, config: Any, control: ReloadControl, model: Path, roots: tuple[str, ...], why: tuple[str, ...]
     ) -> tuple[ReloadRanks, ReloadRanks]:
-        """One object in the place of both: a front's life asks a pool for nothing but who its ranks are."""
+        """One object in the place of both."""
         size, device = int(config.parallel_config.world_size), str(config.device_config.device_type)
         knows = ServerConfig(config.model_config)
         hellos = make_hellos(size, device, running_document(str(model), knows), why)

@@ -15,7 +15,7 @@ from engine_adapter.placement.suspicious import judge
 from engine_adapter.rank.hello import completed
 from engine_adapter.rank.messages import Hello
 from engine_adapter.replica.config_check import check_config
-from engine_adapter.replica.rank_work import Deadlines
+from engine_adapter.replica.interfaces import Deadlines
 from engine_adapter.vllm.control import EngineControl
 from engine_adapter.vllm.reload.source import Content
 from engine_adapter.vllm.reload.staging import FrontStaging, Planned
@@ -27,6 +27,7 @@ from updater.core.participant import (
     DiskOffer,
     FenceRequest,
     InvalidateRequest,
+    JoinRequest,
     Kind,
     PauseReply,
     PauseRequest,
@@ -73,7 +74,7 @@ class ReloadControl(EngineControl):
 
 
 class ReloadRanks:
-    """Implements `engine_adapter.replica.front_work.Ranks`. Lives on one event loop; files are read beside it.
+    """Implements `engine_adapter.replica.interfaces.Ranks`. Lives on one event loop; files are read beside it.
 
     `model`: folder of the start checkpoint. `roots`: that sources may lie under. `hellos`: see `make_hellos`; their
     notes go into every receipt. `reload_s`: how long one reload may take.
@@ -119,9 +120,9 @@ class ReloadRanks:
         await self._control.resume(self._deadlines.commit_s)
         return digest
 
-    async def join(self, version: str, digest: str) -> None:
+    async def join(self, request: JoinRequest) -> None:
         """The live bytes are the fleet's: carry its label from now on. No request is served yet."""
-        await self._relabel(version, digest)
+        await self._relabel(request.version, request.digest)
 
     async def _relabel(self, version: str, digest: str) -> None:
         await self._control.label(version, self._deadlines.commit_s)

@@ -58,8 +58,8 @@ def front(told: Mapping[str, Any]) -> None:
     import logging
 
     from engine_adapter.replica.door import Limits
+    from engine_adapter.replica.interfaces import Deadlines
     from engine_adapter.replica.launch import ENGINES, FrontSettings, Replica
-    from engine_adapter.replica.rank_work import Deadlines
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

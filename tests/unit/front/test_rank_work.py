@@ -10,13 +10,14 @@ import pytest
 from engine_adapter.rank.control_messages import Label, Staged
 from engine_adapter.rank.messages import RankPlanReply, RankStageReply
 from engine_adapter.replica.admission import Gate
-from engine_adapter.replica.planned import Planned
+from engine_adapter.replica.agreement import Planned
 from engine_adapter.replica.rank_work import RankWork
 from engine_adapter.testing.requests import HandEngine
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import (
     DiskOffer,
     Fence,
+    JoinRequest,
     Kind,
     PlanRequest,
     Progress,
@@ -54,11 +55,12 @@ def test_all_ranks_stand_still_before_one_is_relabelled_and_go_on_together(fail:
     async def main() -> None:
         pool = HandPool(fail)
         work = work_of(pool)
+        request = JoinRequest(Fence("f", 1, 0, 0, "i"), "0-7", "d7")
         if fail:
             with pytest.raises(Aborted):
-                await work.join("0-7", "d7")
+                await work.join(request)
         else:
-            await work.join("0-7", "d7")
+            await work.join(request)
         assert [verb for verb, _ in pool.asked] == ["pause", "label", "resume"]
         assert pool.asked[1][1] == Label("0-7", "d7")
 

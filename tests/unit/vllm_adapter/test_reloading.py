@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from engine_adapter.replica.app import ReplicaFace
 from engine_adapter.replica.door import Limits
 from engine_adapter.replica.front import Front
+from engine_adapter.replica.interfaces import Deadlines
 from engine_adapter.replica.life import STANDALONE, FrontLife, Membership
-from engine_adapter.replica.rank_work import Deadlines
 from engine_adapter.testing.fronts import code_of
 from engine_adapter.vllm.reload.ranks import NAME, WARNINGS, ReloadControl, ReloadRanks, make_hellos
 from engine_adapter.vllm.traffic.gate import VllmGate
@@ -141,7 +141,7 @@ class World:
         self.face = ReplicaFace("r0", self.gate)
         membership = Membership("r0", "http://r0", str(self.start))
         everything: Any = self.ranks
-        self.life = FrontLife(membership, everything, everything, self.gate, self.face)
+        self.life = FrontLife(membership, everything, self.gate, self.face)
 
     @property
     def front(self) -> Front:

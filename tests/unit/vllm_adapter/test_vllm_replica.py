@@ -85,7 +85,7 @@ def test_a_server_that_stays_up_without_a_front_goes_on_asking_its_coordinator_i
         replica.face = ReplicaFace("r", gate := VllmGate(abort))
         pool: Any = Pool(Rejected(why))
         membership = Membership("r", "http://r.test", "m", "http://coordinator.test", transport=asked)
-        replica._pool, replica._life = pool, FrontLife(membership, pool, pool, gate, replica.face)
+        replica._pool, replica._life = pool, FrontLife(membership, pool, gate, replica.face)
         replica.begin()
         await asked.called.wait()
         assert asked.calls == [("POST", "/v1/fleet/replicas")]
