@@ -1,6 +1,6 @@
 """The rank processes of one replica, as the front sees them: start, call all, learn of deaths, stop.
 
-A rank's death is learned from the kernel (a pid descriptor), never from a collective that hangs (hazard 15).
+A rank's death is learned from the kernel (`waitpid`), never from a collective that hangs (hazard 15).
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -37,14 +36,14 @@ class PoolSettings:
     start_s: float = 120.0
 
 
+@dataclass(frozen=True, slots=True)
 class _Rank:
-    """One child process and the line to it."""
+    """One child process and the line to it. `ends`: done once the process has ended."""
 
-    def __init__(self, process: subprocess.Popen[bytes], line: RankLine) -> None:
-        self.process = process
-        self.line = line
-        self.gone = asyncio.Event()
-        self.reader: asyncio.Task[None] | None = None
+    process: asyncio.subprocess.Process
+    line: RankLine
+    reader: asyncio.Task[None]
+    ends: asyncio.Task[None]
 
 
 class RankPool(RankCalls):
@@ -101,20 +100,18 @@ class RankPool(RankCalls):
         """Ask, wait, then kill. On return no rank process is left."""
         self.stopping = True
         self.tell_all("stop", StopEngine(deadline_s))
-        waits = [asyncio.ensure_future(rank.gone.wait()) for rank in self._ranks]
-        if waits:
-            _, late = await asyncio.wait(waits, timeout=deadline_s)
+        ends = [rank.ends for rank in self._ranks]
+        if ends:
+            _, late = await asyncio.wait(ends, timeout=deadline_s)
             for rank in self._ranks:
-                if not rank.gone.is_set():
-                    rank.process.send_signal(signal.SIGKILL)
+                _kill(rank.process)
             if late:
                 await asyncio.wait(late)
         for rank in self._ranks:
             rank.line.channel.close()
-            if rank.reader is not None:
-                rank.reader.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await rank.reader
+            rank.reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await rank.reader
         if self._rendezvous is not None:
             os.close(self._rendezvous)
             self._rendezvous = None
@@ -122,42 +119,38 @@ class RankPool(RankCalls):
     async def _spawn(self, number: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            process = self._launch(number, theirs.fileno())
+            process = await self._launch(number, theirs.fileno())
         line = RankLine(number, await FrontChannel.over(ours))
-        rank = _Rank(process, line)
-        self._ranks.append(rank)
+        reader = asyncio.create_task(self._read(process, line), name=f"rank {number}")
+        ends = asyncio.create_task(self._watch(process, line), name=f"end of rank {number}")
+        self._ranks.append(_Rank(process, line, reader, ends))
         self.lines.append(line)
-        rank.reader = asyncio.create_task(self._read(rank), name=f"rank {number}")
-        self._watch(rank)
 
-    def _launch(self, number: int, fd: int) -> subprocess.Popen[bytes]:
+    async def _launch(self, number: int, fd: int) -> asyncio.subprocess.Process:
         command = [sys.executable, "-m", "engine_adapter.rank.main", "--fd", str(fd), "--parent", str(os.getpid())]
         logs = self.settings.logs
-        if logs is None:
-            return subprocess.Popen(command, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
-        logs.mkdir(parents=True, exist_ok=True)
-        with (logs / f"rank-{number}.log").open("ab") as log:
-            return subprocess.Popen(
-                command, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        with contextlib.ExitStack() as held:
+            log: Any = 2
+            if logs is not None:
+                logs.mkdir(parents=True, exist_ok=True)
+                log = held.enter_context((logs / f"rank-{number}.log").open("ab"))
+            return await asyncio.create_subprocess_exec(
+                *command, pass_fds=(fd,), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
 
-    def _watch(self, rank: _Rank) -> None:
-        loop = asyncio.get_running_loop()
-        descriptor = os.pidfd_open(rank.process.pid)
+    async def _watch(self, process: asyncio.subprocess.Process, line: RankLine) -> None:
+        status = await process.wait()
+        self.died(line, "its engine failed" if status == ENGINE_FAILED else f"its process ended with status {status}")
 
-        def ended() -> None:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
-            status = rank.process.wait()
-            why = "its engine failed" if status == ENGINE_FAILED else f"its process ended with status {status}"
-            self.died(rank.line, why)
-            rank.gone.set()
-
-        loop.add_reader(descriptor, ended)
-
-    async def _read(self, rank: _Rank) -> None:
-        """A channel that was closed says nothing here: the pid descriptor tells the rest."""
-        broken = await self.read(rank.line)
+    async def _read(self, process: asyncio.subprocess.Process, line: RankLine) -> None:
+        """A channel that was closed says nothing here: the end of the process tells the rest."""
+        broken = await self.read(line)
         if broken:
-            self.died(rank.line, f"its channel broke: {broken}")
-            rank.process.send_signal(signal.SIGKILL)
+            self.died(line, f"its channel broke: {broken}")
+            _kill(process)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """One that has ended: nothing."""
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
