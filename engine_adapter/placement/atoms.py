@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from engine_adapter.placement.boxes import Cuts, cells, cuts_of
 from engine_adapter.placement.suspicious import judge, suspects
-from engine_adapter.rank.messages import RankVerifyReply, SourceBoxes, TensorCuts, WireTensor
+from engine_adapter.placement.values import RankVerifyReply, SourceBoxes, TensorCuts, WireTensor
 from transports.base import Box
 from updater.core.errors import Failure
 from updater.manifest import TensorEntry, content_digest

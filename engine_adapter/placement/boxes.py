@@ -11,16 +11,6 @@ from transports.base import Box
 Cuts = tuple[tuple[int, ...], ...]
 
 
-def intersect(a: Box, b: Box) -> Box | None:
-    """The common region, or None where it is empty."""
-    return a.meet(b)
-
-
-def relative(box: Box, origin: Box) -> Box:
-    """`box` in the coordinates of `origin`, which contains it."""
-    return box.within(origin)
-
-
 def merge(boxes: Iterable[Box]) -> list[Box]:
     """Join neighbours that share a whole face, until nothing joins. Never joins boxes that overlap."""
     current = [box for box in boxes if box.numel]
@@ -97,7 +87,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     for i in order:
         active = [j for j in active if boxes[j].stop[0] > boxes[i].start[0]]
         for j in active:
-            if intersect(boxes[i], boxes[j]) is not None:
+            if boxes[i].meet(boxes[j]) is not None:
                 return (min(i, j), max(i, j))
         active.append(i)
     return None
@@ -120,7 +110,7 @@ def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> Box | None:
 
 def subtract(box: Box, other: Box) -> list[Box]:
     """What is left of `box` without `other`, as disjoint boxes."""
-    common = intersect(box, other)
+    common = box.meet(other)
     if common is None:
         return [box]
     rest: list[Box] = []

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from engine_adapter.placement.boxes import adjoin, cells, cells_within, cuts_of, first_overlap, merge, uncovered
 from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow, Placement
-from engine_adapter.rank.messages import SourceBoxes, WireTensor
+from engine_adapter.placement.values import SourceBoxes, WireTensor
 from transports.base import Box
 from updater.core.errors import Failure
 from updater.manifest import TensorSpec

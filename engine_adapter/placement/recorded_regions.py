@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from engine_adapter.placement.boxes import intersect, merge, subtract
+from engine_adapter.placement.boxes import merge, subtract
 from engine_adapter.placement.recorded_twin import TwinTensor
 from engine_adapter.placement.rows import CarryRow, CopyRow, Placement, Row
 from transports.base import Box
@@ -27,7 +27,7 @@ class Holes:
         return cls({name: left_of([Box.whole(entry.shape)], written.get(name, ())) for name, entry in tensors.items()})
 
     def meet(self, target: str, box: Box) -> bool:
-        return any(intersect(hole, box) is not None for hole in self.boxes.get(target, ()))
+        return any(hole.meet(box) is not None for hole in self.boxes.get(target, ()))
 
     def carried(self, start: Placement | None) -> list[CarryRow]:
         """Rows for the holes; with `start`, only where its holes were (its other holes stay open)."""
@@ -36,7 +36,7 @@ class Holes:
         found = []
         for row in start.rows:
             if isinstance(row, CarryRow):
-                common = (intersect(row.target_box, hole) for hole in self.boxes.get(row.target, ()))
+                common = (row.target_box.meet(hole) for hole in self.boxes.get(row.target, ()))
                 found += [CarryRow(row.target, box) for box in merge(box for box in common if box is not None)]
         return found
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from engine_adapter.placement.boxes import intersect
 from engine_adapter.placement.fusion import Fusion, FusionError, fusion_of
 from engine_adapter.placement.rows import CopyRow, Placement
 from updater.core.errors import Failure, Rejected
@@ -146,7 +145,7 @@ class _Respelling:
             boxes = before.get(row.target, {})
             exact = boxes.get(row.target_box)
             if exact is None:
-                exact = [old for rows in boxes.values() for old in rows if intersect(old.target_box, row.target_box)]
+                exact = [old for rows in boxes.values() for old in rows if old.target_box.meet(row.target_box)]
             found |= {(row.source, old.source) for old in exact}
         return found
 

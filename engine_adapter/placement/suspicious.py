@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from engine_adapter.rank.messages import RankVerifyReply, WireTensor
+from engine_adapter.placement.values import RankVerifyReply, WireTensor
 from updater.core.errors import Failure
 
 _LIMIT = 100  # failures in one answer

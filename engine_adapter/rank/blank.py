@@ -8,7 +8,7 @@ import torch
 
 from engine_adapter.placement.regions import target_region
 from engine_adapter.placement.rows import CopyRow
-from engine_adapter.rank.messages import BlankTensor
+from engine_adapter.placement.values import BlankTensor
 from engine_adapter.rank.plan import Plan
 from engine_adapter.rank.replay import Stop
 from transports.scans import has_normal, judged

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from engine_adapter.placement.boxes import relative
 from engine_adapter.placement.regions import pieces
 from engine_adapter.rank.replay import Stop
 from transports.base import Box
@@ -44,5 +43,5 @@ def region_digest_until(
     total = 0
     for piece in pieces(box, piece_bytes // region.element_size()):
         stop.check()
-        total = add(total, region_digest(region[relative(piece, box).slices()], shape, dtype, piece))
+        total = add(total, region_digest(region[piece.within(box).slices()], shape, dtype, piece))
     return total

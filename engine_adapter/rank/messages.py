@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transports.base import Box
+from engine_adapter.placement.values import RankVerifyReply, SourceBoxes, TensorCuts, WireTensor
 from updater.core.errors import Failure
 from updater.core.participant import Offer, RankInfo
 from updater.core.policy import CachePolicy, Capabilities, InstallMode, SourceLayout
@@ -50,24 +50,6 @@ class RankPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class WireTensor:
-    """A source tensor as planned. `digest` from the manifest, or empty."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class SourceBoxes:
-    """The distinct regions of one source tensor that this rank holds."""
-
-    name: str
-    boxes: tuple[Box, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RankPlanReply:
     """`tensors`: every loaded source tensor (rank 0 only, else empty). `redundant`: alias -> canonical name.
 
@@ -97,54 +79,12 @@ class RankStageReply:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorCuts:
-    """Cut points of one source tensor per dimension, ends included: the atoms are the cells of this grid."""
-
-    name: str
-    cuts: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RankVerify:
     """Read the spare back through the placement and digest every atom that this rank holds."""
 
     serial: int
     cuts: tuple[TensorCuts, ...]
     deadline_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class AtomDigest:
-    """Digest of one cell in the coordinates of the whole source tensor: additive over disjoint cells, mod 2^64."""
-
-    name: str
-    box: Box
-    digest: str  # 16 hex digits
-
-
-@dataclass(frozen=True, slots=True)
-class BlankTensor:
-    """A source tensor without a normal number in this rank's part. `live_normal`: whether the live part has one."""
-
-    name: str
-    live_normal: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RankVerifyReply:
-    """`matches_live`: for a start replay, whether every parameter's spare equals its live bytes.
-
-    `changed`: names of parameters whose spare differs from live. `zero`: names that are all zero. `blank`: see
-    `placement.suspicious`.
-    """
-
-    atoms: tuple[AtomDigest, ...]
-    parameters: int
-    changed: tuple[str, ...]
-    zero: tuple[str, ...]
-    differs_from_live: tuple[str, ...]
-    seconds: float
-    blank: tuple[BlankTensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

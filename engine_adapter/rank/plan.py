@@ -14,8 +14,9 @@ from engine_adapter.placement.casts import FLOATS, Cast, cast_between
 from engine_adapter.placement.coverage import check_destination, check_rows, source_boxes
 from engine_adapter.placement.rows import CopyRow, Placement
 from engine_adapter.placement.spelling import Proved, Stated, respelled, shown, stated_layouts
+from engine_adapter.placement.values import SourceBoxes, WireTensor
 from engine_adapter.rank.hello import completed
-from engine_adapter.rank.messages import RankPlan, RankPlanReply, SourceBoxes, WireTensor
+from engine_adapter.rank.messages import RankPlan, RankPlanReply
 from transports.base import Box, Source
 from transports.disk import DiskSource, source_document
 from transports.dtypes import DTYPE_NAMES

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine_adapter.placement.boxes import Cuts, cells_within, first_overlap, intersect, relative
+from engine_adapter.placement.boxes import Cuts, cells_within, first_overlap
 from engine_adapter.placement.casts import Cast
 from engine_adapter.placement.regions import pieces, source_region
 from engine_adapter.placement.rows import CopyRow
+from engine_adapter.placement.values import AtomDigest, TensorCuts
 from engine_adapter.rank.digests import parameter_digests, region_digest_until
-from engine_adapter.rank.messages import AtomDigest, TensorCuts
 from engine_adapter.rank.plan import Plan
 from engine_adapter.rank.replay import Stop
 from transports.base import Box, Cancelled, Read
@@ -92,7 +92,7 @@ class _Reader:
             # What was lost cannot be read back: the source is read again, its cast must be what lies in the spare,
             # and its bytes are what the manifest is asked about.
             for box, wire in self._from_source(spec, row.source_box):
-                here = region[relative(box, row.source_box).slices()]
+                here = region[box.within(row.source_box).slices()]
                 _demand_equal(spec, wire.to(here.dtype), here)
                 self._add(spec, box, wire, number)
 
@@ -104,10 +104,10 @@ class _Reader:
         total = 0
         cells = self.found[spec.name, number]
         for cell in cells_within(grid, box):
-            common = intersect(cell, box)
+            common = cell.meet(box)
             if common is None:
                 continue
-            part = region[relative(common, box).slices()]
+            part = region[common.within(box).slices()]
             digest = region_digest_until(part, spec.shape, spec.dtype, common, self.stop)
             entry = cells.setdefault(cell, _Cell())
             entry.digest, entry.volume = add(entry.digest, digest), entry.volume + common.numel
@@ -167,7 +167,7 @@ def copy_numbers(rows: Sequence[CopyRow]) -> list[int]:
 
 def _blocks(box: Box, region: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
     for part in pieces(box, _BLOCK):
-        yield part, region[relative(part, box).slices()]
+        yield part, region[part.within(box).slices()]
 
 
 def _cast_back(spec: TensorSpec, block: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from engine_adapter.placement.spelling import Proved
+from engine_adapter.placement.values import RankVerifyReply
 from engine_adapter.rank.blank import blank_sources
 from engine_adapter.rank.digests import parameter_digests
 from engine_adapter.rank.messages import (
@@ -25,7 +26,6 @@ from engine_adapter.rank.messages import (
     RankStage,
     RankStageReply,
     RankVerify,
-    RankVerifyReply,
 )
 from engine_adapter.rank.plan import Opener, Plan, dtypes_held, make_plan
 from engine_adapter.rank.progress import Meter

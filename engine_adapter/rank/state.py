@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from engine_adapter.base import PausePoint, RankEngine
 from engine_adapter.placement.spelling import Proved
+from engine_adapter.placement.values import RankVerifyReply
 from engine_adapter.rank.derived import DerivedStates
-from engine_adapter.rank.messages import RankStageReply, RankVerify, RankVerifyReply
+from engine_adapter.rank.messages import RankStageReply, RankVerify
 from engine_adapter.rank.plan import Plan
 from engine_adapter.rank.spare import Spare
 from updater.core.errors import Aborted, Failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from engine_adapter.placement.values import RankVerifyReply, TensorCuts, WireTensor
 from engine_adapter.rank.messages import (
     Hello,
     RankAuditReply,
@@ -12,9 +13,6 @@ from engine_adapter.rank.messages import (
     RankPauseReply,
     RankPlanReply,
     RankStatusReply,
-    RankVerifyReply,
-    TensorCuts,
-    WireTensor,
 )
 from updater.core.errors import Aborted, Failure, Rejected, refuse
 from updater.core.participant import PlanRequest, StreamOffer

@@ -10,6 +10,7 @@ import time
 
 from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
+from engine_adapter.placement.values import RankVerifyReply
 from engine_adapter.rank.control_messages import Label, Staged, StartServing
 from engine_adapter.rank.messages import (
     Hello,
@@ -31,7 +32,6 @@ from engine_adapter.rank.messages import (
     RankStatus,
     RankStatusReply,
     RankVerify,
-    RankVerifyReply,
 )
 from engine_adapter.replica.admission import AdmissionController
 from engine_adapter.replica.agreement import (

@@ -17,6 +17,7 @@ from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
 from engine_adapter.placement.declared import Rules, declare, targets_of
 from engine_adapter.placement.rows import Placement
+from engine_adapter.placement.values import WireTensor
 from engine_adapter.rank.agent import RankAgent
 from engine_adapter.rank.messages import (
     RankCheckPrevious,
@@ -27,7 +28,6 @@ from engine_adapter.rank.messages import (
     RankResume,
     RankStage,
     RankVerify,
-    WireTensor,
 )
 from transports.base import Source
 from updater.core.errors import Aborted

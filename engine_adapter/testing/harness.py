@@ -19,6 +19,7 @@ from typing import Any
 from engine_adapter.base import GenerateRequest, TokenEvent
 from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
+from engine_adapter.placement.values import RankVerifyReply
 from engine_adapter.rank.control_messages import CancelRequest, StartServing
 from engine_adapter.rank.messages import (
     CacheTier,
@@ -37,7 +38,6 @@ from engine_adapter.rank.messages import (
     RankStatus,
     RankStatusReply,
     RankVerify,
-    RankVerifyReply,
 )
 from engine_adapter.replica.ranks import PoolSettings, RankPool
 from updater.core.errors import Aborted, Failure

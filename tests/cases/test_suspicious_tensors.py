@@ -10,7 +10,7 @@ import torch
 
 from engine_adapter.placement.declared import Rules
 from engine_adapter.placement.suspicious import judge, suspects
-from engine_adapter.rank.messages import BlankTensor, RankVerifyReply, WireTensor
+from engine_adapter.placement.values import BlankTensor, RankVerifyReply, WireTensor
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import Tensors, checkpoint, holds, manifest_of, replica, sliced
 from transports.testing import MemorySource

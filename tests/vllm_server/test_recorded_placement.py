@@ -23,7 +23,7 @@ from engine_adapter.placement.names import NameRules, Stacked
 from engine_adapter.placement.recorded import Start, place
 from engine_adapter.placement.recorded_twin import Pairs
 from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow, Placement, Row
-from engine_adapter.rank.messages import WireTensor
+from engine_adapter.placement.values import WireTensor
 from engine_adapter.vllm.parameters import collect
 from engine_adapter.vllm.recording import RecordedPlacements, fingerprint, meta_twin
 from tests.vllm_server.models import SHAPES, Checkpoints

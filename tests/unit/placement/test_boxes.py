@@ -12,9 +12,7 @@ from engine_adapter.placement.boxes import (
     cells_within,
     cuts_of,
     first_overlap,
-    intersect,
     merge,
-    relative,
     subtract,
     uncovered,
 )
@@ -36,7 +34,7 @@ def boxes(draw: st.DrawFn) -> Box:
 
 @given(boxes(), boxes())
 def test_intersection_and_difference(a: Box, b: Box) -> None:
-    common = intersect(a, b)
+    common = a.meet(b)
     assert (elements(common) if common else set()) == elements(a) & elements(b)
     rest = subtract(a, b)
     assert set().union(*(elements(box) for box in rest)) == elements(a) - elements(b)
@@ -80,11 +78,11 @@ def test_neighbours_join_in_any_direction() -> None:
 def test_scalars_and_empty_tensors() -> None:
     scalar, empty = Box((), ()), Box((0,), (0,))
     assert list(cells(())) == [scalar]
-    assert intersect(scalar, scalar) == scalar
+    assert scalar.meet(scalar) == scalar
     assert uncovered((), []) == scalar
     assert uncovered((), [scalar]) is None
     assert first_overlap([scalar, scalar]) == (0, 1)
     assert list(cells(cuts_of((0, 3), []))) == []
     assert uncovered((0,), []) is None
     assert merge([empty, empty]) == []
-    assert relative(Box((3, 4), (1, 1)), Box((2, 4), (5, 5))) == Box((1, 0), (1, 1))
+    assert Box((3, 4), (1, 1)).within(Box((2, 4), (5, 5))) == Box((1, 0), (1, 1))

@@ -9,7 +9,7 @@ import pytest
 from engine_adapter.placement.atoms import combine, make_cuts
 from engine_adapter.placement.coverage import check_destination, check_rows, check_sources, source_boxes
 from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow, Placement, Row
-from engine_adapter.rank.messages import AtomDigest, RankVerifyReply, SourceBoxes, WireTensor
+from engine_adapter.placement.values import AtomDigest, RankVerifyReply, SourceBoxes, WireTensor
 from transports.base import Box
 from updater.manifest import TensorSpec
 

@@ -11,7 +11,7 @@ import torch
 from engine_adapter.placement.coverage import check_destination, check_rows, check_sources, source_boxes
 from engine_adapter.placement.declared import Target
 from engine_adapter.placement.rows import CopyRow, FillRow, Placement
-from engine_adapter.rank.messages import WireTensor
+from engine_adapter.placement.values import WireTensor
 from engine_adapter.testing import ToyOptions, expected_parameters, make_toy_checkpoint
 from engine_adapter.testing.config import ToyConfig
 from engine_adapter.testing.placement import toy_placement
