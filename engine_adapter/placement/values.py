@@ -52,14 +52,12 @@ class BlankTensor:
 
 @dataclass(frozen=True, slots=True)
 class RankVerifyReply:
-    """What a rank found in its spare. `changed`: names of parameters that differ from live; of a start replay
-    `differs_from_live` has them too. `zero`: names that are all zero. `blank`: see `placement.suspicious`.
+    """What a rank found in its spare. `changed`: names of parameters that differ from live. `zero`: names that are all
+    zero. `blank`: see `placement.suspicious`.
     """
 
     atoms: tuple[AtomDigest, ...]
     parameters: int
     changed: tuple[str, ...]
     zero: tuple[str, ...]
-    differs_from_live: tuple[str, ...]
-    seconds: float
     blank: tuple[BlankTensor, ...] = ()

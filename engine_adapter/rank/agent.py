@@ -75,7 +75,7 @@ class RankAgent(StagingHalf, InstallHalf):
 
     def discard(self, request: RankDiscard) -> RankDone:
         """Ends a running staging verb of this update first. `previous` survives if nothing was staged over it."""
-        state, begun = self._state, self._state.clock()
+        state = self._state
         self.cancel(request.serial)
         with state.quiet():
             if state.install is not None and state.install.serial == request.serial:
@@ -88,7 +88,7 @@ class RankAgent(StagingHalf, InstallHalf):
                 state.empty_spare()
             if state.voted is not None and state.voted[0] == request.serial:
                 state.voted = None
-        return RankDone(state.clock() - begun)
+        return RankDone()
 
     def status(self, request: RankStatus) -> RankStatusReply:
         spare = self._state.spare

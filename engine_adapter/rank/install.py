@@ -57,11 +57,10 @@ class InstallHalf:
             raise wrong_phase("the engine is not paused")
         if state.voted is None or state.voted[0] != request.serial:
             raise wrong_phase(f"nothing was voted for update {request.serial}")
-        begun = state.clock()
         with state.quiet():
             state.refuse_unsettled()
             self._switch(request)
-        return RankDone(state.clock() - begun)
+        return RankDone()
 
     def _switch(self, request: RankInstall) -> None:
         """Bytes, derived values, label and namespace at one point (I3)."""
@@ -83,7 +82,7 @@ class InstallHalf:
     def restore(self, request: RankRestore) -> RankDone:
         """Idempotent by (serial, attempt); goes on from where an interrupted install or restore stopped."""
         state, pair = self._state, (request.serial, request.attempt)
-        begun, record = state.clock(), state.install
+        record = state.install
         if record is None or (record.serial, record.attempt) != pair:
             if state.last_install == pair:
                 raise wrong_phase("this install was settled: the engine has run on it")
@@ -91,7 +90,7 @@ class InstallHalf:
             return RankDone()
         with state.quiet():
             self._undo(record, request.version, request.digest)
-        return RankDone(state.clock() - begun)
+        return RankDone()
 
     def invalidate(self, request: RankInvalidate) -> RankInvalidateReply:
         """Only `reset` clears anything; the other policies keep what is there, under its namespace or on request."""
@@ -105,7 +104,7 @@ class InstallHalf:
     def resume(self, request: RankResume) -> RankDone:
         """From here on an install stands. Refused while one is stuck in the middle (I1)."""
         state = self._state
-        begun, record = state.clock(), state.install
+        record = state.install
         if record is not None:
             if not record.done:
                 raise wrong_phase("an install is half done: restore first")
@@ -115,7 +114,7 @@ class InstallHalf:
             state.drop_plan()
         if state.point is not None:
             self._unpause(request.deadline_s)
-        return RankDone(state.clock() - begun)
+        return RankDone()
 
     def _mode(self, mode: InstallMode) -> InstallMode:
         return self._state.engine.capabilities.install[0] if mode is InstallMode.AUTO else mode

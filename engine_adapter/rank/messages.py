@@ -75,7 +75,6 @@ class RankStage:
 @dataclass(frozen=True, slots=True)
 class RankStageReply:
     bytes_read: int
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +215,6 @@ class RankDigestsReply:
 @dataclass(frozen=True, slots=True)
 class RankDone:
     """The plain answer."""
-
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ class StagingHalf:
             if state.stage_reply is not None:
                 return state.stage_reply
             state.refuse_unsettled()
-            begun, stop = state.clock(), self._stop(plan, request.deadline_s)
+            stop = self._stop(plan, request.deadline_s)
             stop.check()
             state.spare.set_state(SpareState.STAGING, serial=request.serial)
             state.spare_digests = state.voted = None
@@ -111,8 +111,7 @@ class StagingHalf:
             if self._poison or not plan.sees_gaps:
                 state.spare.poison()
             meter = Meter(lambda done: self._tell(request.serial, done), state.clock)
-            asked = replay(plan, state.spare.live, state.spare.spare, stop, meter)
-            state.stage_reply = RankStageReply(asked, state.clock() - begun)
+            state.stage_reply = RankStageReply(replay(plan, state.spare.live, state.spare.spare, stop, meter))
             return state.stage_reply
 
     def verify(self, request: RankVerify) -> RankVerifyReply:
@@ -137,20 +136,17 @@ class StagingHalf:
             return reply
 
     def _verified(self, plan: Plan, request: RankVerify, stop: Stop) -> tuple[RankVerifyReply, dict[str, int]]:
-        state, begun = self._state, self._state.clock()
+        state = self._state
         plan.source.recheck()
         spare = state.spare.spare
         proof = read_back(plan, spare, request.cuts, stop)
         if state.live_digests is None or plan.request.start:
             state.live_digests = parameter_digests(state.spare.live, stop)
-        changed = differing(proof.parameters, state.live_digests)
         reply = RankVerifyReply(
             atoms=proof.atoms,
             parameters=len(proof.parameters),
-            changed=changed,
+            changed=differing(proof.parameters, state.live_digests),
             zero=tuple(sorted(name for name, tensor in spare.items() if tensor.numel() and is_zero(tensor))),
-            differs_from_live=changed if plan.request.start else (),
-            seconds=state.clock() - begun,
             blank=blank_sources(plan, state.spare.live, spare, stop),
         )
         return reply, dict(proof.parameters)
@@ -159,7 +155,7 @@ class StagingHalf:
         """Rollback's vote: `no_rollback` unless the spare still holds what was live under this label."""
         state = self._state
         with state.staging:
-            begun, spare = state.clock(), state.spare
+            spare = state.spare
             held = (spare.state, spare.version)
             if held != (SpareState.PREVIOUS, request.version) or spare.digest not in ("", request.digest):
                 raise failed("no_rollback", f"the spare is {spare.state.value} {spare.version or '-'}")
@@ -168,7 +164,7 @@ class StagingHalf:
                 state.empty_spare()
                 raise failed("no_rollback", "the spare's bytes are no longer what they were when they were live")
             state.vote(request.serial)
-            return RankDone(state.clock() - begun)
+            return RankDone()
 
     def audit(self, request: RankAudit) -> RankAuditReply:
         """Digests `live` or `spare` again. A spare that differs is no way back any more.

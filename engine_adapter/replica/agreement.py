@@ -76,7 +76,7 @@ def all_as_live(replies: Sequence[RankVerifyReply]) -> None:
     differing = [
         Failure("placement_refused", _UNLIKE, rank=rank, tensor=name, hint=_LOADED)
         for rank, reply in enumerate(replies)
-        for name in reply.differs_from_live
+        for name in reply.changed
     ]
     if differing:
         raise Rejected(*differing)

@@ -83,7 +83,7 @@ class EngineContract:
 
     def test_the_start_checkpoint_replays_to_the_live_bytes(self, replica: Replica, folders: dict[int, Path]) -> None:
         assert replica.joined is not None
-        assert [vote.differs_from_live for vote in replica.joined.votes] == [()] * self.size
+        assert [vote.changed for vote in replica.joined.votes] == [()] * self.size
         assert replica.joined.digest == observed_digest(folders[7], replica.joined)
 
     def test_every_source_element_is_read_and_every_parameter_voted(self, replica: Replica) -> None:

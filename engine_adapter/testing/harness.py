@@ -100,7 +100,7 @@ class Replica:
         try:
             self._runner.run(self._pool.start())
             self.joined = self.stage(self._settings.model, start=True)
-            differing = sorted({name for vote in self.joined.votes for name in vote.differs_from_live})
+            differing = sorted({name for vote in self.joined.votes for name in vote.changed})
             if differing:
                 raise Aborted(Failure("placement_refused", f"replay differs from live: {differing}"))
             self.call("discard", RankDiscard(self.joined.serial))

@@ -130,7 +130,7 @@ def test_a_redundant_copy_is_judged_under_its_canonical_name_alone() -> None:
     names = ("embed", "head")
     tensors = [WireTensor(name, "F32", (2, 2), "") for name in names]
     blank = tuple(BlankTensor(name, True) for name in names)
-    reply = RankVerifyReply((), 1, (), (), (), 0.0, blank)
+    reply = RankVerifyReply((), 1, (), (), blank)
     assert suspects(tensors, (), [reply]) == ["embed", "head"]
     assert suspects(tensors, {"head"}, [reply]) == ["embed"]
     assert suspects(tensors[1:], (), [reply]) == ["head"]

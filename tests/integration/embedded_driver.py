@@ -66,7 +66,7 @@ class Replica:
         try:
             self._run(self.pool.start())
             _, verified = self.stage(model, 0, start=True)
-            self.differs = [name for reply in verified for name in reply.differs_from_live]
+            self.differs = [name for reply in verified for name in reply.changed]
             self.call("discard", RankDiscard(0))
             self.call("start", StartServing("start", ""))
         except BaseException:

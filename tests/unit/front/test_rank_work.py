@@ -43,7 +43,7 @@ class HandPool:
             raise Aborted(Failure("rank_failed", "as planned"))
         if verb == "stage":
             await self.staged.wait()
-        return [RankStageReply(100, 0.1)] * 2
+        return [RankStageReply(100)] * 2
 
 
 def work_of(pool: Any) -> RankWork:

@@ -126,7 +126,7 @@ def test_parts_of_a_fused_tensor_stay_apart_and_may_be_replicated_by_themselves(
 
 def reply(*atoms: tuple[Box, int], changed: tuple[str, ...] = ("p",), zero: tuple[str, ...] = ()) -> RankVerifyReply:
     found = tuple(AtomDigest("w", box, f"{digest:016x}") for box, digest in atoms)
-    return RankVerifyReply(found, 1, changed, zero, (), 0.0)
+    return RankVerifyReply(found, 1, changed, zero)
 
 
 LEFT, RIGHT = span(0, 2), span(2, 4)
