@@ -9,11 +9,12 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from engine_adapter.base import TokenEvent
+from engine_adapter.base import EngineSpec, TokenEvent
 from engine_adapter.rank.channel import ChannelClosed, ChannelError, Frame, FrameKind, FrontChannel
-from engine_adapter.rank.control_messages import CALLS, CancelStaging, Staged, Tokens
+from engine_adapter.rank.control_messages import CALLS, Build, CancelStaging, Staged, Tokens
 from engine_adapter.rank.messages import Hello, Refused
 from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError
@@ -118,6 +119,12 @@ class RankCalls:
         if failures:
             raise Aborted(*failures)
         return [call.result() for call in calls]
+
+    async def build(self, factory: str, spec: EngineSpec, *, deadline_s: float) -> tuple[Hello, ...]:
+        """Every rank makes its engine and loads the model. `spec`: of rank 0. Raises Aborted."""
+        builds = [Build(factory, replace(spec, rank=rank)) for rank in range(spec.size)]
+        self.hellos = tuple(await RankCalls.call(self, "build", builds, deadline_s=deadline_s))
+        return self.hellos
 
     def tell(self, line: RankLine, verb: str, request: Any) -> asyncio.Future[Any]:
         """To one rank alone. Sent when this returns; no deadline."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from engine_adapter.base import EngineSpec, TokenEvent
 from engine_adapter.rank.channel import FrontChannel
-from engine_adapter.rank.control_messages import ENGINE_FAILED, Build, Staged, StopEngine
+from engine_adapter.rank.control_messages import ENGINE_FAILED, Staged, StopEngine
 from engine_adapter.rank.messages import Hello
 from engine_adapter.replica.calls import RankCalls, RankLine
 from updater.core.errors import Failure
@@ -79,18 +79,11 @@ class RankPool(RankCalls):
         try:
             for rank in range(settings.size):
                 await self._spawn(rank)
-            builds = [
-                Build(
-                    settings.factory,
-                    EngineSpec(rank, settings.size, settings.model, rendezvous, dict(settings.options)),
-                )
-                for rank in range(settings.size)
-            ]
-            self.hellos = tuple(await self.call("build", builds, deadline_s=settings.start_s))
+            spec = EngineSpec(0, settings.size, settings.model, rendezvous, dict(settings.options))
+            return await self.build(settings.factory, spec, deadline_s=settings.start_s)
         except BaseException:
             await self.stop(0.0)
             raise
-        return self.hellos
 
     def tell_first(self, verb: str, request: Any) -> asyncio.Future[Any]:
         """To rank 0 alone: requests are submitted and cancelled there. Sent when this returns; no deadline."""

@@ -87,15 +87,7 @@ class EngineControl:
         await self._client.abort(request_id)
 
     async def _on_all(self, method: str, args: tuple[Any, ...], deadline_s: float) -> None:
-        try:
-            async with asyncio.timeout(deadline_s):
-                await self._answers(method, args)
-        except TimeoutError:
-            raise Aborted(Failure("phase_timeout", f"no answer to {method} in {deadline_s:.1f} s")) from None
-        except Aborted:
-            raise
-        except Exception as error:  # the boundary to vLLM
-            raise _dead(method, error) from error
+        await self._within(self._answers(method, args), method, deadline_s)
 
     async def _answers(self, method: str, args: tuple[Any, ...]) -> None:
         """No time-out is handed to vLLM: it would leave the replies of slow ranks in its queue for the next call."""
@@ -110,6 +102,8 @@ class EngineControl:
                 return await call
         except TimeoutError:
             raise Aborted(Failure("phase_timeout", f"no answer to {what} in {deadline_s:.1f} s")) from None
+        except Aborted:
+            raise
         except Exception as error:  # the boundary to vLLM
             raise _dead(what, error) from error
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from engine_adapter.base import EngineSpec
 from engine_adapter.rank.channel import ChannelClosed, ChannelError, FrontChannel
-from engine_adapter.rank.control_messages import Build, Staged
+from engine_adapter.rank.control_messages import Staged
 from engine_adapter.rank.messages import CacheTier, Hello, RankInvalidate, RankInvalidateReply
 from engine_adapter.replica.calls import RankCalls, RankLine
 from engine_adapter.vllm.control import EngineControl
@@ -60,11 +60,8 @@ class AttachedPool(RankCalls):
         lines = await self._attached(deadline_s)
         self.lines.extend(lines)
         self._readers = [asyncio.create_task(self._read(line), name=f"rank {line.rank}") for line in lines]
-        builds = [
-            Build(_FACTORY, EngineSpec(rank, self._size, self._model, "", self._options)) for rank in range(self._size)
-        ]
-        self.hellos = tuple(await super().call("build", builds, deadline_s=deadline_s))
-        return self.hellos
+        spec = EngineSpec(0, self._size, self._model, "", self._options)
+        return await self.build(_FACTORY, spec, deadline_s=deadline_s)
 
     async def _attached(self, deadline_s: float) -> list[RankLine]:
         token = secrets.token_hex(32)
