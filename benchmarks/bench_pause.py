@@ -19,9 +19,9 @@ from typing import Any
 
 import httpx
 
+from benchmarks.big_models import make_big
 from benchmarks.common import Report
 from benchmarks.fleets import Fleet, bare_exchange_s, fleet, resident_bytes
-from engine_adapter.big_models import make_big
 from engine_adapter.models import make_versions
 
 AIM_MS = 20.0

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.big_models import make_big
 from benchmarks.common import Report
-from engine_adapter.big_models import make_big
 from engine_adapter.models import make_model
 from updater.demo.processes import Children, free_port
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.bench_pause import Publisher, parts
+from benchmarks.big_models import make_big
 from benchmarks.common import Report
 from benchmarks.fleets import Fleet, vllm_fleet
-from engine_adapter.big_models import make_big
 from transports.manifests import write_manifest
 
 #: Of one pause by exchange, beside the copies: what a pause of nothing costs (the goal allows 30 ms).

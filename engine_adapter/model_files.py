@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 INDEX = "model.safetensors.index.json"
 _ARCHITECTURES = {
@@ -47,7 +47,7 @@ def model_config(shape: Mapping[str, Any], *, rope_theta: float) -> dict[str, An
     return config
 
 
-def write_checkpoint(directory: Path, tensors: Mapping[str, torch.Tensor], *, shards: int = 1) -> None:
+def write_shards(directory: Path, tensors: Mapping[str, torch.Tensor], shards: int = 1) -> None:
     """One `model.safetensors`, or `shards` files of about equal size and their index. Old weight files go first."""
     for old in (*directory.glob("*.safetensors"), directory / INDEX):
         old.unlink(missing_ok=True)
@@ -70,32 +70,8 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total: int) -> N
     (directory / INDEX).write_text(json.dumps(index, indent=1))
 
 
-def safetensors_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
-    """Length prefix and JSON for (dtype, shape, bytes) in the given order, padded to 8 bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, (dtype, shape, size) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
-
-
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """bfloat16 and float32 tensors, contiguous, in the order of their names."""
-    names = {torch.bfloat16: "BF16", torch.float32: "F32"}
-    ordered = dict(sorted(tensors.items()))
-    specs = {name: (names[t.dtype], tuple(t.shape), t.nbytes) for name, t in ordered.items()}
-    with path.open("wb") as file:
-        file.write(safetensors_header(specs))
-        for tensor in ordered.values():
-            file.write(raw(tensor))
-
-
-def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a CPU tensor in row-major order."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def write_tokenizer(directory: Path) -> None:

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 
-from engine_adapter.model_files import model_config, write_checkpoint, write_tokenizer
+from engine_adapter.model_files import model_config, write_shards, write_tokenizer
 
 Family = Literal["llama", "qwen2", "qwen3", "mixtral"]
 
@@ -101,7 +101,7 @@ def make_model(
     shape.check()
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(path, _weights(shape, seed), shards=shards)
+    write_shards(path, _weights(shape, seed), shards=shards)
     config = model_config(asdict(shape), rope_theta=_ROPE_THETA)
     (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
     write_tokenizer(path)

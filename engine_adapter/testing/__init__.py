@@ -5,7 +5,8 @@ answer and `expected_digests` what every rank must hold; `EngineContract` is the
 pass. May import torch, safetensors and the rest of `engine_adapter`; nothing here knows of fleets or transactions.
 """
 
-from engine_adapter.testing.checkpoint import make_toy_checkpoint, toy_tensors, write_shards
+from engine_adapter.model_files import write_shards
+from engine_adapter.testing.checkpoint import make_toy_checkpoint, toy_tensors
 from engine_adapter.testing.config import FIXTURES, ToyConfig, ToyOptions, fixture_config
 from engine_adapter.testing.engine import ToyEngine, build_toy
 from engine_adapter.testing.reference import NarrowMargin, Reference, reference_generate

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
+from engine_adapter.model_files import write_shards
 from engine_adapter.testing.config import ToyConfig, fixture_config
 
 _NEW, _OLD, _PLAIN = "model.language_model.", "language_model.model.", "model."
@@ -29,23 +28,6 @@ def make_toy_checkpoint(
     config.save(folder)
     write_shards(folder, toy_tensors(config, seed), shards)
     return folder
-
-
-def write_shards(folder: Path, tensors: dict[str, torch.Tensor], shards: int = 1) -> None:
-    """One `model.safetensors`, or `shards` files of about equally many tensors with an index."""
-    if shards == 1:
-        save_file(tensors, folder / "model.safetensors")
-        return
-    names = list(tensors)
-    weight_map: dict[str, str] = {}
-    for number in range(shards):
-        part = names[number * len(names) // shards : (number + 1) * len(names) // shards]
-        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
-        save_file({name: tensors[name] for name in part}, folder / file)
-        weight_map |= dict.fromkeys(part, file)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True))
 
 
 def text_prefix(config: ToyConfig) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_adapter.big_models import make_big
+from benchmarks.big_models import make_big
 from engine_adapter.models import (
     SAFE_MARGIN,
     ModelShape,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from engine_adapter.model_files import model_config, raw, safetensors_header, write_index, write_tokenizer
+from engine_adapter.model_files import model_config, write_index, write_tokenizer
 
 _HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS, _HEAD_DIM, _VOCAB = 2048, 5632, 16, 8, 128, 8192
 _BLOCK = 16 << 20  # elements of the random block that everything is cut from
@@ -109,3 +111,20 @@ def _write_shard(path: Path, shard: list[tuple[str, tuple[int, ...]]], block: to
                 file.write(raw(piece))
                 left -= len(piece)
     return turn
+
+
+def safetensors_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
+    """Length prefix and JSON for (dtype, shape, bytes) in the given order, padded to 8 bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (dtype, shape, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a CPU tensor in row-major order."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
