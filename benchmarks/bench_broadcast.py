@@ -24,9 +24,9 @@ from transports.buckets import BUCKET_BYTES, StreamPlan
 from transports.media.gloo import GlooGroup
 from transports.scatter import Scatter
 from transports.stream_testing import seats_for, send_all, targets_of
-from updater import wire
 from updater.core.participant import StreamOffer
-from updater.manifest import TensorSpec
+from updater.protocol import wire
+from updater.protocol.manifest import TensorSpec
 
 GOAL = 0.9
 RECEIVERS = 2

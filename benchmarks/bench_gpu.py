@@ -34,10 +34,10 @@ from transports.media.testing import FakeDevice
 from transports.stream import StreamSource
 from transports.stream_testing import manifest_of, offer_of, seats_for, specs_of
 from transports.testing import write_checkpoint
-from updater import wire
 from updater.core.participant import StreamOffer
 from updater.core.policy import InstallMode
-from updater.manifest import TensorSpec
+from updater.protocol import wire
+from updater.protocol.manifest import TensorSpec
 
 STAND_IN = "--stand-in" in sys.argv
 DEVICE = torch.device("cpu" if STAND_IN else "cuda")

@@ -22,9 +22,9 @@ from transports.buckets import StreamPlan
 from transports.dtypes import TORCH_DTYPES
 from transports.shared_memory import SharedMemoryHub, SharedMemorySender
 from transports.stream import StreamSource, pack
-from updater import wire
 from updater.core.participant import Seats, StreamOffer
-from updater.manifest import Manifest, TensorEntry, TensorSpec
+from updater.protocol import wire
+from updater.protocol.manifest import Manifest, TensorEntry, TensorSpec
 
 DEADLINE_S = 60.0
 COLUMNS = 4096

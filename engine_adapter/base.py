@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from engine_adapter.placement.rows import Placement
 from updater.core.policy import CachePolicy, Capabilities
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 if TYPE_CHECKING:  # a front knows boxes and messages, and needs no torch
     import torch

@@ -19,12 +19,12 @@ import ray
 
 from engine_adapter.replica.launch import FrontSettings, Replica
 from engine_adapter.replica.life import Membership
-from updater import in_process
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.core.participant import MESSAGES, FrontState
-from updater.in_process import LoopThread
-from updater.problems import problem_body
-from updater.ray_calls import NAMESPACE, Address, AsyncActorTransport, Handle, address_of
+from updater.protocol.problems import problem_body
+from updater.ray import local_app as in_process
+from updater.ray.calls import NAMESPACE, Address, AsyncActorTransport, Handle, address_of
+from updater.ray.local_app import LoopThread
 
 CONTROL, GENERATE = "control", "generate"
 CONTROL_CALLS = 32

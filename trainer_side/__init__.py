@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainer_side.client.session import AsyncUpdateSession, UpdateSession
     from trainer_side.publishing.pusher import Pusher, push, push_async
     from trainer_side.sources import as_source
-    from updater.schemas import Receipt
+    from updater.protocol.answers import Receipt
 
 __all__ = [
     "AsyncClient",
@@ -36,7 +36,7 @@ _HOMES = {
     "Client": "trainer_side.client.client",
     "Hooks": "trainer_side.client.handle",
     "Pusher": "trainer_side.publishing.pusher",
-    "Receipt": "updater.schemas",
+    "Receipt": "updater.protocol.answers",
     "UpdateSession": "trainer_side.client.session",
     "as_source": "trainer_side.sources",
     "push": "trainer_side.publishing.pusher",

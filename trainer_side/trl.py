@@ -26,9 +26,9 @@ from trainer_side.sources.casts import Casts, Dtypes, cast
 from transports.dtypes import DTYPE_NAMES
 from updater.core.errors import refuse
 from updater.core.policy import Policy
-from updater.manifest import TensorSpec
-from updater.names import clean_names
-from updater.schemas import Receipt
+from updater.protocol.answers import Receipt
+from updater.protocol.manifest import TensorSpec
+from updater.protocol.names import clean_names
 
 _WALK = "_iter_vllm_named_params"
 

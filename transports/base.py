@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Protocol
 
-from updater.manifest import Manifest, TensorSpec
+from updater.protocol.manifest import Manifest, TensorSpec
 
 if TYPE_CHECKING:  # a front knows boxes and messages, and needs no torch
     import torch

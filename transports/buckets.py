@@ -14,8 +14,8 @@ from math import prod
 
 from transports.base import Box
 from transports.dtypes import byte_shape, itemsize
-from updater import wire
-from updater.manifest import DTYPE_BITS, TensorSpec
+from updater.protocol import wire
+from updater.protocol.manifest import DTYPE_BITS, TensorSpec
 
 #: Every chunk begins at a multiple of this in its bucket, so that it can be seen as its dtype.
 ALIGN = 64

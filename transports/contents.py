@@ -11,7 +11,7 @@ from transports.digest import add, region_digest, to_hex
 from transports.disk import DiskSource
 from transports.manifests import slabs
 from transports.scans import has_normal, judged, nonfinite
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from transports.reader import ReaderOptions, bytes_to_ask, read_all
 from transports.requests import Place
 from transports.safetensors_header import Header, read_header
 from updater.core.errors import Aborted, Failure, Rejected
-from updater.manifest import Manifest, TensorSpec
-from updater.model_document import ModelDocument
-from updater.names import clean_names
+from updater.protocol.manifest import Manifest, TensorSpec
+from updater.protocol.model_document import ModelDocument
+from updater.protocol.names import clean_names
 
 _FAULT_LIMIT = 100
 

@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from transports.base import Box
-from updater.manifest import DTYPE_BITS
+from updater.protocol.manifest import DTYPE_BITS
 
 _NAMES: dict[str, str] = {
     "BOOL": "bool",

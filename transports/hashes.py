@@ -1,7 +1,7 @@
 """What lies beside the weights and must fit them: model config, tokenizer, quantisation, read and hashed.
 
 Two things come of it. Hashes, which say that the files are those that a manifest was made with; and the document that
-is compared with an engine's (`updater.model_document`).
+is compared with an engine's (`updater.protocol.model_document`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,16 @@ from dataclasses import dataclass
 
 from transports.paths import read_bytes, read_text
 from updater.core.errors import Rejected, refuse
-from updater.model_config import BOOKKEEPING, ConfigRefused, bounded, config_part, quantisation_part, quantiser_part
-from updater.model_document import ModelDocument
-from updater.model_tokenizer import TokenizerData, of_files, of_tokenizer_json
+from updater.protocol.model_config import (
+    BOOKKEEPING,
+    ConfigRefused,
+    bounded,
+    config_part,
+    quantisation_part,
+    quantiser_part,
+)
+from updater.protocol.model_document import ModelDocument
+from updater.protocol.model_tokenizer import TokenizerData, of_files, of_tokenizer_json
 
 CONFIG = "config.json"
 _CONFIG_LIMIT = 4 << 20

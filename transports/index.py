@@ -13,8 +13,8 @@ from typing import Any
 from transports.paths import OpenFile, open_file, read_text, resolve
 from transports.safetensors_header import Header, read_names
 from updater.core.errors import Failure, Rejected, refuse
-from updater.manifest import INDEX_SUFFIX
-from updater.names import clean_name
+from updater.protocol.manifest import INDEX_SUFFIX
+from updater.protocol.names import clean_name
 
 SUFFIX = ".safetensors"
 INDEX_NAME = "model" + INDEX_SUFFIX

@@ -13,8 +13,8 @@ from transports.manifest_check import load_manifest, manifest_faults
 from transports.paths import open_file
 from transports.safetensors_header import Header, read_header
 from updater.core.errors import Failure, LiveweightsError, Rejected
-from updater.manifest import Manifest, TensorSpec
-from updater.names import clean_name, clean_names
+from updater.protocol.manifest import Manifest, TensorSpec
+from updater.protocol.names import clean_name, clean_names
 
 
 @dataclass(frozen=True, slots=True)

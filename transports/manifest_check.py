@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from transports.hashes import FolderHashes
 from transports.paths import OpenFile, read_text
-from updater import wire
 from updater.core.errors import Failure, refuse
-from updater.manifest import FILE_NAME, Manifest, TensorSpec
-from updater.names import clean_names
+from updater.protocol import wire
+from updater.protocol.manifest import FILE_NAME, Manifest, TensorSpec
+from updater.protocol.names import clean_names
 
 MANIFEST_LIMIT = 256 << 20
 

@@ -17,8 +17,8 @@ from transports.hashes import folder_document, folder_hashes
 from transports.index import find_layout
 from updater.core.errors import Failure, Rejected, refuse
 from updater.core.policy import SourceLayout
-from updater.manifest import FILE_NAME, Manifest, TensorEntry, TensorSpec
-from updater.model_document import known
+from updater.protocol.manifest import FILE_NAME, Manifest, TensorEntry, TensorSpec
+from updater.protocol.model_document import known
 
 Layouts = Sequence[tuple[str, SourceLayout]]
 _SLAB = 32 << 20  # bytes of one tensor held at a time while digesting

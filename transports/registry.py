@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from transports.base import Source
 from transports.disk import DiskSource
 from transports.stream import StreamReceiver, StreamSender, StreamSource
-from updater import wire
 from updater.core.errors import refuse
 from updater.core.participant import DiskOffer, Offer, StreamOffer
-from updater.manifest import Manifest
+from updater.protocol import wire
+from updater.protocol.manifest import Manifest
 
 
 class Hub(Protocol):

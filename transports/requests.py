@@ -16,7 +16,7 @@ import torch
 from transports.base import Read
 from transports.dtypes import itemsize
 from transports.targets import landing
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from updater.core.errors import Failure, Rejected, refuse
-from updater.manifest import DTYPE_BITS, TensorSpec
+from updater.protocol.manifest import DTYPE_BITS, TensorSpec
 
 PREFIX = 8
 #: Largest header we read: room for well over a million tensors.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from transports.dtypes import TORCH_DTYPES
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 _BLOCK = 1 << 20  # elements: large beside a call's cost, small beside a closer look
 _FIRST = 4096

@@ -15,7 +15,7 @@ from transports.digest import add, region_digest
 from transports.dtypes import TORCH_DTYPES, byte_shape, is_packed
 from transports.targets import Landing, landing
 from updater.core.errors import Aborted, Failure
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from transports.stream_testing import (
     specs_of,
 )
 from updater.core.errors import Aborted, Failure, LiveweightsError
-from updater.manifest import Manifest, TensorSpec
+from updater.protocol.manifest import Manifest, TensorSpec
 
 #: A patience that is to end: a peer that does right has nothing to do within it.
 SHORT_S = 0.7

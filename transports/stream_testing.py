@@ -15,7 +15,7 @@ from transports.registry import Hub
 from transports.stream import StreamReceiver, StreamSender, StreamSource, pack
 from updater.core.errors import LiveweightsError
 from updater.core.participant import Seats, StreamOffer
-from updater.manifest import Manifest, TensorEntry, TensorSpec
+from updater.protocol.manifest import Manifest, TensorEntry, TensorSpec
 
 #: What a faulty sender can do to the bucket in which a tensor begins.
 SENDER_FAULTS = ("drop", "duplicate", "reorder", "truncate", "flip", "stale", "oversize", "dead", "slow")

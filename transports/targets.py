@@ -9,7 +9,7 @@ import torch
 from transports.base import Box, Read
 from transports.dtypes import TORCH_DTYPES, byte_box, byte_shape, carrier, is_packed, itemsize
 from updater.core.errors import Aborted, Failure
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

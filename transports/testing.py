@@ -19,7 +19,7 @@ from transports.base import Cancelled, Read, ReadReport
 from transports.contract import StoredContract, TransportContract
 from transports.dtypes import DTYPE_NAMES
 from updater.core.errors import Aborted, Failure, LiveweightsError
-from updater.manifest import Manifest, TensorSpec
+from updater.protocol.manifest import Manifest, TensorSpec
 
 __all__ = [
     "HandMadeFile",

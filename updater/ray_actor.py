@@ -19,14 +19,14 @@ from urllib.parse import quote, urlencode
 
 import ray
 
-from updater import in_process
 from updater.coordinator.coordinator import Coordinator
-from updater.coordinator.state_folder import StateFolder
+from updater.coordinator.journal.state_folder import StateFolder
 from updater.core.errors import Failure, refuse
-from updater.in_process import LoopThread
-from updater.ray_calls import COORDINATOR, NAMESPACE, Address, Handle
-from updater.ray_participant import participants
-from updater.service.app import create_app
+from updater.ray import local_app as in_process
+from updater.ray.calls import COORDINATOR, NAMESPACE, Address, Handle
+from updater.ray.local_app import LoopThread
+from updater.ray.participant import participants
+from updater.server.routes import create_app
 from updater.settings import STATE_ENV, Settings
 
 CONTROL, PATIENT = "control", "patient"

@@ -8,8 +8,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from updater.core.policy import Policy, SourceLayout
-from updater.networks import Networks
-from updater.security import ConfigurationError, Tokens, check_bind
+from updater.server.networks import Networks
+from updater.server.security import ConfigurationError, Tokens, check_bind
 
 DEFAULT_PORT = 8700
 

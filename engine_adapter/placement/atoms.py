@@ -14,7 +14,7 @@ from engine_adapter.placement.suspicious import judge, suspects
 from engine_adapter.placement.values import RankVerifyReply, SourceBoxes, TensorCuts, WireTensor
 from transports.base import Box
 from updater.core.errors import Failure
-from updater.manifest import TensorEntry, content_digest
+from updater.protocol.manifest import TensorEntry, content_digest
 
 _MASK = (1 << 64) - 1
 

@@ -13,7 +13,7 @@ from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow, Placement
 from engine_adapter.placement.values import SourceBoxes, WireTensor
 from transports.base import Box
 from updater.core.errors import Failure
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 
 def check_rows(

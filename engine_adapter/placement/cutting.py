@@ -20,7 +20,7 @@ from engine_adapter.placement.layouts import (
 from engine_adapter.placement.names import Shard
 from engine_adapter.placement.rows import CopyRow, FillRow, Row
 from transports.base import Box
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from engine_adapter.placement.names import Mapper, NameRules, Shard, nearest
 from engine_adapter.placement.rows import CarryRow, FillRow, Placement, Row
 from transports.base import Box
 from updater.core.errors import Failure, Rejected
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

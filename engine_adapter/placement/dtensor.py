@@ -16,7 +16,7 @@ from engine_adapter.placement.declared import Rules, Target, analyse
 from engine_adapter.placement.layouts import QKV, Experts, Merged, Sharded
 from engine_adapter.placement.rows import Placement
 from updater.core.errors import Failure, Rejected, refuse
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 
 def from_dtensors(

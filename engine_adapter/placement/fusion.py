@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from engine_adapter.placement.rows import CopyRow
 from transports.base import Box
 from updater.core.policy import SourceLayout
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)(?=\.|$)")
 #: Parts in the order in which every known trainer fuses them.

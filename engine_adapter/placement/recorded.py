@@ -23,7 +23,7 @@ from engine_adapter.placement.rows import CopyRow, Placement, Row
 from engine_adapter.placement.traced import trace
 from transports.dtypes import TORCH_DTYPES, is_packed
 from updater.core.errors import Failure, Rejected
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 #: Names that are looked for one by one when a loader raises.
 _MOST_CULPRITS = 50

@@ -10,7 +10,7 @@ from engine_adapter.placement.recorded_twin import TwinTensor
 from engine_adapter.placement.rows import CarryRow, CopyRow, Placement, Row
 from transports.base import Box
 from updater.core.errors import Failure, Rejected
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

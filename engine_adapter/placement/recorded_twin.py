@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from engine_adapter.placement.recorded_views import Strided
 from transports.dtypes import TORCH_DTYPES
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
 Loader = Callable[[Pairs], object]

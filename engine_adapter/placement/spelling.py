@@ -16,7 +16,7 @@ from engine_adapter.placement.fusion import Fusion, FusionError, fusion_of
 from engine_adapter.placement.rows import CopyRow, Placement
 from updater.core.errors import Failure, Rejected
 from updater.core.policy import SourceLayout
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 #: (glob of source names, how they lie): what a publication, a fleet or a manifest says.
 Layouts = Sequence[tuple[str, str]]

@@ -23,7 +23,7 @@ from engine_adapter.placement.recorded_writes import Storages, tensors_in, writt
 from engine_adapter.placement.rows import CopyRow, FillRow, Row
 from transports.dtypes import DTYPE_NAMES
 from updater.core.errors import Failure, Rejected
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 #: Elements of sources and parameters together that are traced at once: eight bytes each, a few times over.
 LIMIT = 1 << 28

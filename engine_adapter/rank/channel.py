@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from updater import wire
+from updater.protocol import wire
 
 _LENGTH = struct.Struct(">I")
 

@@ -11,9 +11,9 @@ from engine_adapter.rank.messages import Hello
 from transports.hashes import folder_document
 from updater.core.errors import Rejected, refuse
 from updater.core.participant import RankInfo
-from updater.model_config import config_part, quantisation_part
-from updater.model_document import ModelDocument, config_hash, whole
-from updater.model_tokenizer import TokenizerData
+from updater.protocol.model_config import config_part, quantisation_part
+from updater.protocol.model_document import ModelDocument, config_hash, whole
+from updater.protocol.model_tokenizer import TokenizerData
 
 
 def hello_of(engine: RankEngine, spec: EngineSpec) -> Hello:

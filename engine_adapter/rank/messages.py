@@ -12,7 +12,7 @@ from engine_adapter.placement.values import RankVerifyReply, SourceBoxes, Tensor
 from updater.core.errors import Failure
 from updater.core.participant import Offer, RankInfo
 from updater.core.policy import CachePolicy, Capabilities, InstallMode, SourceLayout
-from updater.model_document import ModelDocument
+from updater.protocol.model_document import ModelDocument
 
 
 @dataclass(frozen=True, slots=True)

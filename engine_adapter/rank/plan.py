@@ -23,8 +23,8 @@ from transports.dtypes import DTYPE_NAMES
 from transports.stream import StreamSource
 from updater.core.errors import Failure, Rejected
 from updater.core.participant import Offer, StreamOffer
-from updater.manifest import DTYPE_BITS, Manifest, TensorSpec
-from updater.model_document import ModelDocument
+from updater.protocol.manifest import DTYPE_BITS, Manifest, TensorSpec
+from updater.protocol.model_document import ModelDocument
 
 #: (offer, roots, manifest as JSON text or empty, number of this receiver in a stream) -> an opened source.
 Opener = Callable[[Offer, tuple[str, ...], str, int], Source]

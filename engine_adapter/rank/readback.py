@@ -21,7 +21,7 @@ from transports.digest import add, to_hex
 from transports.dtypes import TORCH_DTYPES, carrier
 from transports.stream import StreamSource
 from updater.core.errors import Aborted, Failure
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 _BLOCK = 1 << 20  # elements of a temporary, where one is needed
 

@@ -18,8 +18,8 @@ from engine_adapter.rank.channel import ChannelClosed, ChannelError, Frame, Fram
 from engine_adapter.rank.control_messages import CALLS
 from engine_adapter.rank.messages import Refused
 from transports.base import Cancelled
-from updater import wire
 from updater.core.errors import Failure, LiveweightsError
+from updater.protocol import wire
 
 _STAGING_NICENESS = 10
 

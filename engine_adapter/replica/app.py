@@ -20,10 +20,11 @@ from engine_adapter.replica.admission import AdmissionController, Gate
 from engine_adapter.replica.completions import Completions
 from engine_adapter.replica.front import Front
 from engine_adapter.replica.tokens import ModelText
-from updater import http, wire
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.core.participant import MESSAGES, FrontState, FrontStatus, ReleaseTo
-from updater.security import FrontKeys, Tokens
+from updater.protocol import wire
+from updater.server import guard as http
+from updater.server.security import FrontKeys, Tokens
 
 #: Opened by the inference token; everything else needs the admin token.
 INFERENCE_PATHS = frozenset({"/v1/completions", "/v1/models", "/v1/version"})

@@ -16,8 +16,8 @@ from engine_adapter.base import EngineSpec, TokenEvent
 from engine_adapter.rank.channel import ChannelClosed, ChannelError, Frame, FrameKind, FrontChannel
 from engine_adapter.rank.control_messages import CALLS, Build, CancelStaging, Staged, Tokens
 from engine_adapter.rank.messages import Hello, Refused
-from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError
+from updater.protocol import wire
 
 #: Verbs that a rank can be told to give up.
 _CANCELLABLE = frozenset({"plan", "stage", "verify", "check_previous"})

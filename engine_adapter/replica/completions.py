@@ -23,8 +23,8 @@ from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.replies import Piece, Running, Wanted, stale_prefix, version_of
 from engine_adapter.replica.tokens import ModelText, TextStream
 from updater.core.errors import Failure, Unavailable, refuse
-from updater.http import problem
-from updater.problems import problem_body
+from updater.protocol.problems import problem_body
+from updater.server.guard import problem
 
 MAX_TOKENS_BOUND = 1 << 20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine_adapter.rank.messages import Hello
 from updater.core.errors import Rejected, refuse
 from updater.core.participant import NOT_COMPARED, Compared, PlanRequest
-from updater.model_document import ModelDocument, compare
+from updater.protocol.model_document import ModelDocument, compare
 
 
 def check_config(

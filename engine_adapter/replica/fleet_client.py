@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 
-from updater import problems, wire
 from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.core.participant import Claimed, FrontStatus
 from updater.core.release import older_coordinator
+from updater.protocol import problems, wire
 
 _log = logging.getLogger("liveweights.front")
 _FIRST_RETRY_S = 0.2

@@ -18,8 +18,6 @@ from engine_adapter.rank.messages import Hello
 from engine_adapter.replica.admission import AdmissionController
 from engine_adapter.replica.front_work import perform
 from engine_adapter.replica.interfaces import Ranks
-from updater import wire
-from updater.core import replica as machine
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.core.participant import (
     Claimed,
@@ -33,7 +31,8 @@ from updater.core.participant import (
     ReleaseTo,
 )
 from updater.core.policy import InFlight
-from updater.core.replica_state import (
+from updater.core.replica import machine
+from updater.core.replica.state import (
     Answer,
     Asked,
     AuditFailed,
@@ -57,6 +56,7 @@ from updater.core.replica_state import (
     Work,
     status,
 )
+from updater.protocol import wire
 
 _log = logging.getLogger("liveweights.front")
 #: Versions whose digest an answer can name: the live one, and those that a request has run through until now.

@@ -7,7 +7,7 @@ from typing import Any
 from engine_adapter.replica.interfaces import Ranks
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import FrontState, ReleaseTo, ResumeRequest
-from updater.core.replica_state import ReplicaState, Work
+from updater.core.replica.state import ReplicaState, Work
 
 
 async def perform(ranks: Ranks, work: Work, state: ReplicaState, stopped: tuple[int, int]) -> Any:

@@ -29,9 +29,9 @@ from engine_adapter.replica.life import FrontLife, Membership
 from engine_adapter.replica.rank_work import RankWork
 from engine_adapter.replica.ranks import PoolSettings, RankPool
 from engine_adapter.replica.tokens import ModelText
-from updater.connections import BACKLOG, BoundedServer
 from updater.core.errors import Failure, LiveweightsError
-from updater.security import Tokens, check_bind
+from updater.server.connections import BACKLOG, BoundedServer
+from updater.server.security import Tokens, check_bind
 
 _log = logging.getLogger("liveweights.front")
 

@@ -22,7 +22,7 @@ from engine_adapter.replica.front import Front, Identity
 from engine_adapter.replica.interfaces import Ranks
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import Claim, Fence, FenceRequest, FrontState, JoinRequest
-from updater.core.replica_state import started
+from updater.core.replica.state import started
 from updater.core.version import START
 
 _log = logging.getLogger("liveweights.front")

@@ -33,7 +33,7 @@ from transports.base import Source
 from updater.core.errors import Aborted
 from updater.core.participant import DiskOffer, Offer
 from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 _DEADLINE_S = 3600.0  # a bound that only a hang reaches
 

@@ -30,7 +30,7 @@ from transports.digest import tensor_digest, to_hex
 from transports.dtypes import DTYPE_NAMES
 from updater.core.errors import LiveweightsError
 from updater.core.policy import CachePolicy, InstallMode
-from updater.manifest import TensorEntry, content_digest
+from updater.protocol.manifest import TensorEntry, content_digest
 
 _TOKENS = 12
 

@@ -42,7 +42,7 @@ from engine_adapter.testing.scheduler import Scheduler
 from engine_adapter.testing.slicer import expected_parameters
 from updater.core.errors import refuse
 from updater.core.policy import CachePolicy, Capabilities, InFlight
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 _SPOTS = tuple((mode, policy) for mode in InFlight for policy in CachePolicy)
 _REFUSED = ((InFlight.KEEP, CachePolicy.RESET), (InFlight.RECOMPUTE, CachePolicy.KEEP))

@@ -21,7 +21,6 @@ from engine_adapter.replica.life import STANDALONE
 from engine_adapter.testing.checkpoint import make_toy_checkpoint
 from engine_adapter.testing.pace import steps_held
 from engine_adapter.testing.reference import Reference
-from updater import problems, wire
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import (
     MESSAGES,
@@ -40,7 +39,8 @@ from updater.core.participant import (
     VerifyRequest,
 )
 from updater.core.policy import CachePolicy, InFlight, InstallMode
-from updater.core.replica_state import LeaseTimer
+from updater.core.replica.state import LeaseTimer
+from updater.protocol import problems, wire
 
 
 def toy_settings(model: Path, tp: int = 1, **changes: Any) -> FrontSettings:

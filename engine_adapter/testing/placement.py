@@ -12,7 +12,7 @@ from engine_adapter.placement.names import NameRules, Stacked
 from engine_adapter.placement.rows import CopyRow, Placement, Row
 from engine_adapter.testing.config import ToyConfig, ToyOptions
 from transports.base import Box
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 #: Both spellings of the vision-language wrapper, whichever one the engine started on.
 _PREFIXES = (

@@ -16,7 +16,7 @@ from engine_adapter.testing.bare import BareEngine, BareReplica
 from transports.digest import tensor_digest, to_hex
 from transports.dtypes import DTYPE_NAMES
 from transports.testing import MemorySource
-from updater.manifest import Manifest, TensorEntry
+from updater.protocol.manifest import Manifest, TensorEntry
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, EXPERTS, EXPERT_INNER = 257, 16, 4, 2, 4, 24, 4, 8
 

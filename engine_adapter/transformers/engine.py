@@ -18,7 +18,7 @@ from engine_adapter.transformers.loading import Options, load_model
 from engine_adapter.transformers.parameters import collect, held
 from updater.core.errors import Failure, LiveweightsError, refuse
 from updater.core.policy import CachePolicy, Capabilities, InFlight
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 #: Docs: docs/embedded-engine.md.
 CAPABILITIES = Capabilities(

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from updater.model_config import ROPE, ROPE_SPELLINGS
+from updater.protocol.model_config import ROPE, ROPE_SPELLINGS
 
 
 def running_config(model_config: Any, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from updater.core.policy import CachePolicy, InFlight
-from updater.security import ConfigurationError
+from updater.server.security import ConfigurationError
 
 Cells = tuple[tuple[InFlight, CachePolicy], ...]
 

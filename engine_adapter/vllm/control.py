@@ -11,8 +11,8 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from engine_adapter.vllm.messages import Attached
-from updater import wire
 from updater.core.errors import Aborted, Failure
+from updater.protocol import wire
 
 _Answer = TypeVar("_Answer")
 

@@ -21,7 +21,7 @@ from engine_adapter.vllm.settings import SparePlace
 from engine_adapter.vllm.twins.layers import processed_layers
 from updater.core.errors import Failure, LiveweightsError, refuse
 from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 #: Docs: docs/vllm.md.
 CELLS = (

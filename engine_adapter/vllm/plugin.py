@@ -23,9 +23,9 @@ from engine_adapter.vllm.replica import VllmReplica
 from engine_adapter.vllm.settings import PREFIX
 from engine_adapter.vllm.traffic.middleware import VersionMiddleware
 from updater.core.errors import LiveweightsError
-from updater.http import MEDIA_TYPE, BodyLimit, problem
-from updater.problems import terse
-from updater.security import Access, FrontKeys, Tokens
+from updater.protocol.problems import terse
+from updater.server.guard import MEDIA_TYPE, BodyLimit, problem
+from updater.server.security import Access, FrontKeys, Tokens
 
 
 class LiveweightsPlugin:

@@ -25,9 +25,9 @@ from engine_adapter.rank.messages import CacheTier, Hello, RankInvalidate, RankI
 from engine_adapter.replica.calls import RankCalls, RankLine
 from engine_adapter.vllm.control import EngineControl
 from engine_adapter.vllm.messages import Attach
-from updater import wire
 from updater.core.errors import Aborted, Failure
 from updater.core.policy import CachePolicy
+from updater.protocol import wire
 
 _FACTORY = "engine_adapter.vllm.engine:VllmRankEngine"
 _HELLO_S = 30.0

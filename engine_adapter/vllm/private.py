@@ -13,7 +13,7 @@ from typing import Any
 
 from engine_adapter.vllm.configs import local_folder
 from engine_adapter.vllm.settings import Mode
-from updater.security import ConfigurationError
+from updater.server.security import ConfigurationError
 
 #: Minor releases that the whole test suite runs against.
 SUPPORTED_MINORS = ("0.32",)

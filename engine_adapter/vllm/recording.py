@@ -23,7 +23,7 @@ from engine_adapter.placement.recorded_twin import Twin
 from engine_adapter.placement.rows import Placement
 from engine_adapter.vllm.building import build, tie_alike
 from updater.core.errors import Failure, Rejected
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 _KEPT = 8  # placements of other specs than the start's
 

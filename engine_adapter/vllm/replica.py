@@ -22,7 +22,7 @@ from engine_adapter.vllm.reload.ranks import ReloadControl, ReloadRanks, make_he
 from engine_adapter.vllm.settings import Mode
 from engine_adapter.vllm.traffic.gate import VllmGate
 from updater.core.errors import Aborted, Failure, LiveweightsError
-from updater.security import ConfigurationError
+from updater.server.security import ConfigurationError
 
 _log = logging.getLogger("liveweights.front")
 

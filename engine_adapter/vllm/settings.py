@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from engine_adapter.replica.door import Limits
 from engine_adapter.vllm.connectors import ALLOW, named
-from updater.security import ConfigurationError, Tokens, is_loopback
+from updater.server.security import ConfigurationError, Tokens, is_loopback
 
 COORDINATOR = "LIVEWEIGHTS_COORDINATOR"
 REPLICA = "LIVEWEIGHTS_REPLICA"

@@ -19,8 +19,8 @@ from engine_adapter.rank.host import RankHost
 from engine_adapter.vllm.engine import VllmRankEngine
 from engine_adapter.vllm.messages import Attach, Attached
 from engine_adapter.vllm.twins.layers import check_compiled
-from updater import wire
 from updater.core.errors import LiveweightsError
+from updater.protocol import wire
 
 _CONNECT_S = 30.0
 

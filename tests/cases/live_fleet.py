@@ -22,12 +22,12 @@ import uvicorn
 from engine_adapter.rank.messages import RankDigests, RankStatus
 from engine_adapter.replica.launch import FrontSettings, Replica
 from engine_adapter.testing.fronts import toy_settings
-from updater import wire
 from updater.coordinator.coordinator import Coordinator
 from updater.core.participant import FrontStatus
 from updater.demo.processes import free_port
-from updater.service.app import create_app
-from updater.service.server import bind
+from updater.protocol import wire
+from updater.server.routes import create_app
+from updater.server.serving import bind
 from updater.settings import Deadlines, Settings
 
 PROMPT = [5, 6, 7, 8, 9, 10]

@@ -42,7 +42,7 @@ from transports.testing import (
 )
 from updater.coordinator.requests import resolved
 from updater.core.errors import LiveweightsError
-from updater.manifest import DTYPE_BITS
+from updater.protocol.manifest import DTYPE_BITS
 
 LAYER = "model.layers.0"
 K, V = f"{LAYER}.self_attn.k_proj.weight", f"{LAYER}.self_attn.v_proj.weight"

@@ -29,9 +29,9 @@ from transports.stream.messages import Buffers, DeviceBuffer, Hello, Ready, deco
 from transports.stream.testing import ScriptedReceiver, ScriptedSender
 from transports.stream_testing import Receiving, Transfer, manifest_of, seats_for, specs_of
 from transports.testing import refused
-from updater import wire
 from updater.core.errors import Aborted
 from updater.core.participant import StreamOffer
+from updater.protocol import wire
 
 pytestmark = pytest.mark.slow  # together, not each
 

@@ -35,7 +35,7 @@ from transports.testing import MemorySource
 from updater.core.errors import LiveweightsError
 from updater.core.participant import DiskOffer
 from updater.core.policy import SourceLayout as L
-from updater.manifest import Manifest, TensorSpec
+from updater.protocol.manifest import Manifest, TensorSpec
 
 pytestmark = pytest.mark.case("F04")
 

@@ -39,11 +39,11 @@ from trainer_side.publishing.pusher import Pusher
 from trainer_side.sources import as_source
 from transports.digest import tensor_digest, to_hex
 from transports.registry import make_sender
-from updater.coordinator.participants import Unreachable
+from updater.coordinator.members.participants import Unreachable
 from updater.core.errors import Aborted
 from updater.core.participant import StatusRequest
-from updater.ray_calls import ActorTransport, Address
-from updater.ray_participant import RayParticipant
+from updater.ray.calls import ActorTransport, Address
+from updater.ray.participant import RayParticipant
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(4 * HANG_S)]
 

@@ -19,9 +19,9 @@ import pytest
 from fastapi.routing import APIRoute
 
 from updater.core.errors import Failure
-from updater.security import ConfigurationError, Tokens
-from updater.service.app import create_app
-from updater.service.server import bind
+from updater.server.routes import create_app
+from updater.server.security import ConfigurationError, Tokens
+from updater.server.serving import bind
 from updater.settings import Settings
 from updater.testing.fronts import digest_of, settle
 from updater.testing.service import LocalService

@@ -16,7 +16,7 @@ from transports.digest import tensor_digest, to_hex
 from transports.testing import MemorySource, PoisonSource, refused
 from updater.core.errors import LiveweightsError
 from updater.core.policy import InstallMode
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 STACKED = tuple(Stacked(f"{part}_proj", "fused", part) for part in ("q", "k", "v", "gate", "up"))
 

@@ -23,9 +23,9 @@ from transports.media.memfd import NAME
 from transports.registry import make_hub, make_sender
 from transports.stream import StreamReceiver, StreamSource
 from transports.stream_testing import manifest_of, send_all, specs_of, targets_of
-from updater import wire
 from updater.core.errors import LiveweightsError
 from updater.core.participant import StreamOffer
+from updater.protocol import wire
 
 
 def model(seed: int, tensors: int, nbytes: int) -> dict[str, torch.Tensor]:

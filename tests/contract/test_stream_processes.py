@@ -19,7 +19,7 @@ import pytest
 
 from tests.standing import stand_still
 from transports.stream_testing import seats_for
-from updater import wire
+from updater.protocol import wire
 
 pytestmark = pytest.mark.engine
 

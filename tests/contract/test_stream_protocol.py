@@ -40,7 +40,7 @@ from transports.testing import refused
 from updater.core.errors import Aborted, LiveweightsError
 from updater.core.participant import StreamOffer
 from updater.core.release import RELEASE
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 HANG_S = 60.0
 

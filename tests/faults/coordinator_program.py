@@ -10,9 +10,9 @@ import signal
 import sys
 from pathlib import Path
 
-from updater.coordinator.journal import Journal
-from updater.core.effects import Record
-from updater.service.server import serve
+from updater.coordinator.journal.journal import Journal
+from updater.core.fleet.effects import Record
+from updater.server.serving import serve
 from updater.settings import Deadlines, Settings
 
 

@@ -257,9 +257,9 @@ def test_paths_that_no_client_library_would_send_are_closed_too(tmp_path: Path) 
 
     port = free_port()
     program = (
-        "import sys; from pathlib import Path; from updater.service.server import serve; "
+        "import sys; from pathlib import Path; from updater.server.serving import serve; "
         "from updater.settings import Settings; "
-        "from updater.security import Tokens;"
+        "from updater.server.security import Tokens;"
         "serve(Settings(state=Path(sys.argv[1]), port=int(sys.argv[2]), new_fleet=True, tokens=Tokens.from_env()))"
     )
     env = os.environ | {"LIVEWEIGHTS_ADMIN_TOKEN": "admin-token-0123"}

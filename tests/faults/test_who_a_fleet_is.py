@@ -25,9 +25,9 @@ from tests.cases import replica_program
 from tests.standing import stand_still
 from trainer_side.client.client import Client
 from trainer_side.publishing.pusher import Pusher
-from updater import wire
 from updater.core.participant import Fence, FenceRequest
 from updater.demo.processes import free_port
+from updater.protocol import wire
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

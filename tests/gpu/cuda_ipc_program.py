@@ -22,10 +22,10 @@ from transports.dtypes import TORCH_DTYPES
 from transports.media.testing import FakeDevice
 from transports.stream import StreamSource
 from transports.stream_testing import manifest_of
-from updater import wire
 from updater.core.errors import LiveweightsError
 from updater.core.participant import StreamOffer
-from updater.manifest import TensorSpec
+from updater.protocol import wire
+from updater.protocol.manifest import TensorSpec
 
 
 class Rank:

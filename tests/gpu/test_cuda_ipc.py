@@ -27,8 +27,8 @@ from transports.digest import tensor_digest, to_hex
 from transports.dtypes import carrier
 from transports.media.testing import FakeDevice
 from transports.stream_testing import offer_of, seats_for, send_all, specs_of
-from updater import wire
 from updater.core.errors import Aborted
+from updater.protocol import wire
 
 STAND_IN = os.environ.get("LIVEWEIGHTS_STAND_IN") == "1"
 pytestmark = [

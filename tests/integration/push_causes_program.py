@@ -27,7 +27,7 @@ from trainer_side import Pusher
 from trainer_side.sources import Part, PartsSource, as_source
 from trainer_side.sources.source import WeightSource
 from updater.core.errors import Aborted, Failure, LiveweightsError
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 #: Of the group in which a rank waits for one that never comes. Far longer than any collective here takes.
 LATE_S = 15

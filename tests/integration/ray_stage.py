@@ -22,9 +22,9 @@ from engine_adapter.testing import Reference, fixture_config, make_toy_checkpoin
 from engine_adapter.testing.fronts import PROMPT, toy_settings
 from trainer_side import Client, push
 from updater.core.errors import LiveweightsError, Unavailable
+from updater.protocol.answers import Receipt
+from updater.ray.calls import address_of
 from updater.ray_actor import start_coordinator, stop_coordinator
-from updater.ray_calls import address_of
-from updater.schemas import Receipt
 from updater.settings import Deadlines, Settings
 
 HANG_S = 300.0  # only a hang reaches it

@@ -54,6 +54,6 @@ class TrainerRank:
 
     def _pushed(self, weights: Any, step: int, options: dict[str, Any]) -> dict[str, Any]:
         from trainer_side import push
-        from updater.ray_calls import address_of
+        from updater.ray.calls import address_of
 
         return push(weights, step, url=str(address_of(self._coordinator)), **options).model_dump(mode="json")

@@ -25,7 +25,7 @@ from trainer_side import Pusher
 from trainer_side.sources import as_source
 from trainer_side.sources.source import WeightSource
 from updater.core.errors import LiveweightsError
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 
 class Watched:

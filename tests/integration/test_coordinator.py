@@ -15,7 +15,7 @@ import pytest
 
 from updater.core.errors import Failure
 from updater.core.policy import SourceLayout
-from updater.manifest import Manifest, TensorEntry
+from updater.protocol.manifest import Manifest, TensorEntry
 from updater.testing.fronts import SimulatedFront, digest_of, settle
 from updater.testing.service import DEADLINES, LocalService
 

@@ -12,8 +12,8 @@ import pytest
 
 from engine_adapter.replica.fleet_client import FleetClient
 from updater.core.participant import FrontState
-from updater.core.replica import status
-from updater.service.app import create_app
+from updater.core.replica.machine import status
+from updater.server.routes import create_app
 from updater.testing.fronts import SimulatedFront, settle
 from updater.testing.service import LocalService
 

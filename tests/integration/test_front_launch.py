@@ -20,7 +20,7 @@ import torch
 
 from engine_adapter.testing import Reference, make_toy_checkpoint
 from updater.demo.processes import free_port
-from updater.security import ADMIN_ENV, INFERENCE_ENV
+from updater.server.security import ADMIN_ENV, INFERENCE_ENV
 
 pytestmark = pytest.mark.engine
 

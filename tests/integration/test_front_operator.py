@@ -19,9 +19,9 @@ from engine_adapter.testing.fronts import (
     toy_settings,
     toy_stage,
 )
-from updater import problems, wire
 from updater.core.errors import LiveweightsError
 from updater.core.participant import FenceRequest, FrontState, FrontStatus, Kind, Released, ReleaseTo, SpareState
+from updater.protocol import problems, wire
 
 pytestmark = pytest.mark.engine
 

@@ -17,7 +17,8 @@ from engine_adapter.models import make_versions
 from engine_adapter.replica.launch import ENGINES
 from tests.cases.live_fleet import LiveFleet, live_fleet
 from transports.manifests import write_manifest
-from updater.cli.main import Exit, app
+from updater.cli.main import app
+from updater.cli.steps import Exit
 
 pytestmark = pytest.mark.engine
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from updater.coordinator.journal import Journal
-from updater.core.effects import Record
+from updater.coordinator.journal.journal import Journal
 from updater.core.errors import Failure
-from updater.core.lineage import ADOPTION
+from updater.core.fleet.effects import Record
+from updater.core.fleet.lineage import ADOPTION
 from updater.settings import Deadlines
 from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, digest_of, settle
 from updater.testing.service import LocalService

@@ -19,13 +19,13 @@ import httpx
 import pytest
 
 from engine_adapter.replica.fleet_client import FleetClient
-from updater import wire
-from updater.coordinator.journal import Journal
-from updater.coordinator.participants import Participant, Refusal
+from updater.coordinator.journal.journal import Journal
+from updater.coordinator.members.participants import Participant, Refusal
 from updater.core.errors import Failure
 from updater.core.participant import MESSAGES
-from updater.core.replica_state import started
-from updater.manifest import Manifest
+from updater.core.replica.state import started
+from updater.protocol import wire
+from updater.protocol.manifest import Manifest
 from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, settle
 from updater.testing.service import LocalService
 

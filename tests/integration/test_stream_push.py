@@ -35,12 +35,12 @@ from trainer_side.sources import as_source
 from transports.buckets import StreamPlan
 from transports.registry import make_sender
 from transports.stream import StreamSender
-from updater import wire
 from updater.cli.main import app
 from updater.core.errors import Aborted, LiveweightsError, Rejected
 from updater.core.participant import StreamOffer
-from updater.manifest import TensorSpec
-from updater.schemas import Receipt
+from updater.protocol import wire
+from updater.protocol.answers import Receipt
+from updater.protocol.manifest import TensorSpec
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -14,11 +14,11 @@ import httpx
 import pytest
 
 from updater.core.participant import StreamOffer
-from updater.manifest import Manifest
+from updater.protocol.manifest import Manifest
+from updater.protocol.wire import build
 from updater.settings import Deadlines
 from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, settle
 from updater.testing.service import LocalService
-from updater.wire import build
 
 JSON = {"content-type": "application/json"}
 

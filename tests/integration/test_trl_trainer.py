@@ -17,7 +17,7 @@ from trainer_side.testing import FakeCoordinator
 from trainer_side.trl import LiveweightsTransfer
 from transports.digest import tensor_digest, to_hex
 from updater.core.errors import LiveweightsError, Rejected, Unavailable
-from updater.manifest import FILE_NAME, Manifest
+from updater.protocol.manifest import FILE_NAME, Manifest
 
 pytest.importorskip("trl")
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.alone]

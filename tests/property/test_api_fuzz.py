@@ -29,12 +29,12 @@ from schemathesis.specs.openapi.checks import (
 from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.app import ReplicaFace, make_app
 from engine_adapter.replica.tokens import ModelText
-from updater import http
 from updater.coordinator.clock import LoopClock
 from updater.core.participant import MESSAGES
-from updater.in_process import LoopThread
-from updater.security import Tokens
-from updater.service.app import create_app
+from updater.ray.local_app import LoopThread
+from updater.server import guard as http
+from updater.server.routes import create_app
+from updater.server.security import Tokens
 from updater.testing.service import LocalService
 
 pytestmark = [pytest.mark.case("F43"), pytest.mark.slow]

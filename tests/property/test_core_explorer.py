@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from updater.core import fleet
-from updater.core.effects import RecordKind
 from updater.core.errors import Failure
-from updater.core.events import BackoffEnded, Deadline, Event, LeaseExpired, Lost, Recorded, Replied
+from updater.core.fleet import machine as fleet
+from updater.core.fleet.effects import RecordKind
+from updater.core.fleet.events import BackoffEnded, Deadline, Event, LeaseExpired, Lost, Recorded, Replied
+from updater.core.fleet.state import FleetState, Phase
 from updater.core.participant import Ack
-from updater.core.state import FleetState, Phase
 from updater.testing.explorer import Explorer, Rates
 from updater.testing.sweep import COORDINATOR, HISTORIES, check_point, points
 from updater.testing.values import Violation

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from updater.model_config import (
+from updater.protocol.model_config import (
     CONFIG_BYTES,
     ConfigRefused,
     bounded,
@@ -20,7 +20,7 @@ from updater.model_config import (
     text_of,
     view,
 )
-from updater.model_document import ModelDocument, compare, config_hash
+from updater.protocol.model_document import ModelDocument, compare, config_hash
 
 keys = st.sampled_from(["hidden_size", "rms_norm_eps", "layer_types", "vision_config", "head_dim", "hidden_act", "n"])
 leaves = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats() | st.text(max_size=8)

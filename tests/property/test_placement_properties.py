@@ -23,7 +23,7 @@ from engine_adapter.testing.small_models import checkpoint, holds, manifest_of, 
 from transports.base import Box
 from transports.testing import MemorySource
 from updater.core.participant import DiskOffer
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 torch.set_num_threads(1)
 

@@ -12,9 +12,9 @@ from mutations import mutated
 
 from transports.buckets import StreamPlan
 from transports.stream import messages
-from updater import wire
 from updater.core.errors import Failure
-from updater.manifest import TensorSpec
+from updater.protocol import wire
+from updater.protocol.manifest import TensorSpec
 
 SOAK = os.environ.get("LIVEWEIGHTS_EXAMPLES") == "soak"
 COUNT = 10_000 if SOAK else 500

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 
-from updater.core import events
-from updater.core.effects import Accepted, Denied, Outcome, Result
 from updater.core.errors import Failure
+from updater.core.fleet import events
+from updater.core.fleet.effects import Accepted, Denied, Outcome, Result
+from updater.core.fleet.state import Phase, Standing
 from updater.core.participant import Fence, FenceRequest, FrontState, JoinRequest, Kind, ReleaseTo
 from updater.core.policy import CachePolicy, CommitMode, OnBusy, Policy
-from updater.core.replica_state import Asked, LeaseTimer
-from updater.core.state import Phase, Standing
+from updater.core.replica.state import Asked, LeaseTimer
 from updater.core.version import START, Version
 from updater.testing import Machines, Simulation, Source
 

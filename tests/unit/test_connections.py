@@ -10,9 +10,9 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from updater import http
-from updater.connections import BACKLOG, BoundedServer, Bounds
-from updater.security import FrontKeys, Tokens, front_key
+from updater.server import guard as http
+from updater.server.connections import BACKLOG, BoundedServer, Bounds
+from updater.server.security import FrontKeys, Tokens, front_key
 
 pytestmark = pytest.mark.case("F40")
 ADMIN, INFERENCE = "admin-token-1234", "inference-token-1234"

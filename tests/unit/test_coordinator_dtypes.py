@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from updater.coordinator.dtypes import dtypes_of
+from updater.coordinator.members.models import dtypes_of
 from updater.core.errors import Unavailable
 from updater.testing.fronts import settle
 from updater.testing.service import LocalService

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from updater.coordinator.sources import Seen, changed, seen
-from updater.manifest import FILE_NAME
+from updater.protocol.manifest import FILE_NAME
 
 pytestmark = pytest.mark.case("F06")
 

@@ -13,10 +13,10 @@ import pytest
 
 import trainer_side
 import updater
-from updater.coordinator.journal import JournalFailed, OwnershipLost
-from updater.coordinator.journal_schema import JournalRefused
+from updater.coordinator.journal.journal import JournalFailed, OwnershipLost
+from updater.coordinator.journal.schema import JournalRefused
 from updater.core.errors import Failure, LiveweightsError, Rejected
-from updater.problems import RejectedWith
+from updater.protocol.problems import RejectedWith
 
 FAILURES = tuple(
     Failure("busy", f"it is busy with {count}", replica="one", rank=count, tensor="t", file="f", hint="wait for it")

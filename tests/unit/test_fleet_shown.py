@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from updater.coordinator.membership import Contact, Directory
+from updater.coordinator.members.directory import Contact, Directory
 from updater.core.errors import Failure
 from updater.core.participant import FrontState, FrontStatus, Spare, SpareState
-from updater.manifest import Manifest, TensorEntry
+from updater.protocol.manifest import Manifest, TensorEntry
 from updater.testing.fronts import ManualClock, settle
 from updater.testing.service import LocalService
 

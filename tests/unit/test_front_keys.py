@@ -13,13 +13,13 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from updater import http
 from updater.coordinator.coordinator import Coordinator
 from updater.core.errors import Failure, Unavailable
 from updater.core.participant import FrontState
-from updater.networks import AddressBarred, Networks
-from updater.security import ConfigurationError, FrontKeys, Tokens, announced, front_key
-from updater.service.app import create_app
+from updater.server import guard as http
+from updater.server.networks import AddressBarred, Networks
+from updater.server.routes import create_app
+from updater.server.security import ConfigurationError, FrontKeys, Tokens, announced, front_key
 from updater.settings import Settings
 from updater.testing.fronts import ManualClock, SimulatedFront, front_app
 from updater.testing.service import DEADLINES

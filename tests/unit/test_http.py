@@ -12,9 +12,10 @@ import pytest
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from updater import http, problems
 from updater.core.errors import Failure, Rejected, RolledBack, Unauthorized, Unavailable
-from updater.security import ADMIN_ENV, ConfigurationError, Tokens, check_bind, is_loopback
+from updater.protocol import problems
+from updater.server import guard as http
+from updater.server.security import ADMIN_ENV, ConfigurationError, Tokens, check_bind, is_loopback
 
 ADMIN, INFERENCE = "admin-token-1234", "inference-token-1234"
 

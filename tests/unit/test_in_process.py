@@ -14,12 +14,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
-from updater import http
 from updater.core.errors import Failure, Rejected
-from updater.in_process import Call, Face, LoopThread, call, stream
-from updater.ray_calls import Address, address_of
-from updater.schemas import JoinBody
-from updater.security import Tokens
+from updater.protocol.api import JoinBody
+from updater.ray.calls import Address, address_of
+from updater.ray.local_app import Call, Face, LoopThread, call, stream
+from updater.server import guard as http
+from updater.server.security import Tokens
 
 TOKEN = "admin-token-0123"
 

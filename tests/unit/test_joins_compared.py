@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from updater import wire
-from updater.model_config import config_part, quantisation_part
-from updater.model_document import ModelDocument, config_hash
-from updater.model_tokenizer import of_files
+from updater.protocol import wire
+from updater.protocol.model_config import config_part, quantisation_part
+from updater.protocol.model_document import ModelDocument, config_hash
+from updater.protocol.model_tokenizer import of_files
 from updater.testing.fronts import SimulatedFront, settle
 from updater.testing.service import LocalService
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from updater import wire
-from updater.coordinator.models import document_of
+from updater.coordinator.members.models import document_of
 from updater.core.participant import Description
 from updater.core.policy import Capabilities
-from updater.core.replica_state import started, status
-from updater.model_document import ModelDocument
+from updater.core.replica.state import started, status
+from updater.protocol import wire
+from updater.protocol.model_document import ModelDocument
 
 
 def said(document: str) -> Description:

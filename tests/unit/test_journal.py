@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from updater import wire
-from updater.coordinator.journal import Journal, JournalFailed, Member, OwnershipLost, Request
-from updater.coordinator.manifest_files import UNNAMED_S
-from updater.core.effects import Record, RecordKind
+from updater.coordinator.journal.journal import Journal, JournalFailed, Member, OwnershipLost, Request
+from updater.coordinator.journal.manifests import UNNAMED_S
+from updater.core.fleet.effects import Record, RecordKind
 from updater.core.participant import DiskOffer, Kind
 from updater.core.policy import Policy
 from updater.core.version import Version
+from updater.protocol import wire
 
 
 def record(
@@ -218,9 +218,9 @@ def test_what_was_appended_survives_a_process_that_dies_at_once(tmp_path: Path) 
         import os, sys
         from dataclasses import replace
         from pathlib import Path
-        from updater import wire
-        from updater.core.effects import Record, RecordKind
-        from updater.coordinator.journal import Journal
+        from updater.protocol import wire
+        from updater.core.fleet.effects import Record, RecordKind
+        from updater.coordinator.journal.journal import Journal
         journal, record = Journal(Path(sys.argv[1]), "fleet"), wire.decode(Record, sys.argv[2])
         journal.claim("one")
         journal.append(record, 1.0)

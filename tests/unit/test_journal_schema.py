@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from updater.coordinator.journal import Journal, JournalFailed
-from updater.coordinator.journal_schema import NUMBER, JournalRefused, copy_of
+from updater.coordinator.journal.journal import Journal, JournalFailed
+from updater.coordinator.journal.schema import NUMBER, JournalRefused, copy_of
 
 #: The tables of 0.1.0, as it made them, and its claim.
 TABLES_010 = """

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine_adapter.replica.admission import AdmissionController
 from engine_adapter.replica.app import ReplicaFace
-from updater.core.state import Phase
+from updater.core.fleet.state import Phase
 from updater.testing.service import LocalService
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from updater.model_config import (
+from updater.protocol.model_config import (
     CONFIG_BYTES,
     ConfigRefused,
     bounded,

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from updater import wire
 from updater.core.participant import Compared, same_definition
-from updater.manifest import Manifest
-from updater.model_config import ConfigRefused, config_part, quantisation_part, quantiser_part, view
-from updater.model_document import ModelDocument, compare, config_hash, whole
-from updater.model_tokenizer import TokenizerData, of_files, of_tokenizer_json
+from updater.protocol import wire
+from updater.protocol.manifest import Manifest
+from updater.protocol.model_config import ConfigRefused, config_part, quantisation_part, quantiser_part, view
+from updater.protocol.model_document import ModelDocument, compare, config_hash, whole
+from updater.protocol.model_tokenizer import TokenizerData, of_files, of_tokenizer_json
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 16, "rms_norm_eps": 1e-6, "rope_theta": 100.0, "eos_token_id": 2,

@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from updater.core.errors import Rejected
-from updater.names import clean_name, clean_names
+from updater.protocol.names import clean_name, clean_names
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 

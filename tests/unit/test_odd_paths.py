@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from fastapi.routing import APIRoute
 
-from updater.http import MEDIA_TYPE
-from updater.service.app import create_app
+from updater.server.guard import MEDIA_TYPE
+from updater.server.routes import create_app
 from updater.testing.service import LocalService
 
 ODD = (

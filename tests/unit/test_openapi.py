@@ -19,9 +19,9 @@ from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.app import ReplicaFace, make_app
 from engine_adapter.replica.tokens import ModelText
 from engine_adapter.testing.requests import HandEngine
-from updater.http import MEDIA_TYPE
-from updater.security import Tokens
-from updater.service.app import create_app
+from updater.server.guard import MEDIA_TYPE
+from updater.server.routes import create_app
+from updater.server.security import Tokens
 from updater.testing.service import LocalService
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from updater.coordinator.members.participants import Refusal, Unreachable
 from updater.coordinator.outbox import SLACK_S, Outbox
-from updater.coordinator.participants import Refusal, Unreachable
-from updater.core.effects import Send
 from updater.core.errors import Failure
-from updater.core.events import Event, Refused, Replied
+from updater.core.fleet.effects import Send
+from updater.core.fleet.events import Event, Refused, Replied
 from updater.core.participant import Ack, Fence, FenceRequest, PauseRequest, StageRequest
 from updater.core.policy import InFlight
 from updater.settings import Deadlines

@@ -11,15 +11,15 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from updater.coordinator import participants
-from updater.coordinator.participants import HttpParticipant, Refusal, Unreachable
+from updater.coordinator.members import participants
+from updater.coordinator.members.http_client import Client, TooLong
+from updater.coordinator.members.participants import HttpParticipant, Refusal, Unreachable
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import Fence, FenceRequest, FrontStatus, StatusRequest
-from updater.http import problem
-from updater.schemas import JoinBody
-from updater.security import FrontKeys, Tokens
+from updater.protocol.api import JoinBody
+from updater.server.guard import problem
+from updater.server.security import FrontKeys, Tokens
 from updater.testing.fronts import ManualClock, SimulatedFront, front_app
-from updater.wire_http import Client, TooLong
 
 TOKEN = "admin-token-0123"
 FENCE = FenceRequest(Fence("default", 1, 1, 1, "wrong"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from updater.coordinator.progress import EVERY_S
+from updater.coordinator.members.directory import EVERY_S
 from updater.core.participant import Progress
 from updater.testing.fronts import settle
 from updater.testing.service import LocalService

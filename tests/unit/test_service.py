@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from fastapi.routing import APIRoute
 
-from updater.coordinator.metrics import Metrics
-from updater.coordinator.timeline import Timeline
+from updater.coordinator.updates import Timeline
+from updater.core.fleet.state import Phase
 from updater.core.policy import Policy
-from updater.core.state import Phase
 from updater.core.version import Version
-from updater.schemas import PolicyBody, UpdateRequest
-from updater.service.app import create_app
-from updater.service.server import bind
+from updater.protocol.api import PolicyBody, UpdateRequest
+from updater.server.metrics import Metrics
+from updater.server.routes import create_app
+from updater.server.serving import bind
 from updater.settings import Settings
 from updater.testing.service import LocalService
 

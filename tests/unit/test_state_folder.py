@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from updater.coordinator.journal import Journal, JournalFailed
-from updater.coordinator.state_folder import StateFolder
+from updater.coordinator.journal.journal import Journal, JournalFailed
+from updater.coordinator.journal.state_folder import StateFolder
 from updater.core.errors import LiveweightsError
-from updater.security import ConfigurationError
+from updater.server.security import ConfigurationError
 from updater.settings import OLD_STATE, STATE_ENV, Settings, default_state
 
 HOLDS = """
 import sys
 from pathlib import Path
-from updater.coordinator.state_folder import StateFolder
+from updater.coordinator.journal.state_folder import StateFolder
 from updater.settings import Settings
 with StateFolder.open(Settings(state=Path(sys.argv[1]))):
     print("held", flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer_side.client.client import TOKEN_ENV, default_token
-from updater.security import ADMIN_ENV, INFERENCE_ENV, Access, ConfigurationError, FrontKeys, Tokens, front_key
+from updater.server.security import ADMIN_ENV, INFERENCE_ENV, Access, ConfigurationError, FrontKeys, Tokens, front_key
 
 pytestmark = pytest.mark.case("F63")
 OLD, NEW, OTHER = "old-token-1234", "new-token-1234", "other-token-1234"

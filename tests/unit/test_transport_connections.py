@@ -16,7 +16,7 @@ from transports.stream.addresses import UnixListener, dial_unix, join_address, s
 from transports.stream.connection import RECEIVER_LIMIT, SENDER_LIMIT, Connection, ConnectionClosed, wait
 from transports.stream.messages import Hello, Message, Ready, encode
 from transports.testing import refused
-from updater import wire
+from updater.protocol import wire
 
 HANG_S = 60.0
 #: Abstract names are the machine's: another run of these tests has others.

@@ -13,7 +13,7 @@ from transports.digest import tensor_digest, to_hex
 from transports.disk import DiskSource
 from transports.manifests import save_manifest, write_manifest
 from updater.core.errors import Aborted
-from updater.manifest import Manifest, TensorEntry
+from updater.protocol.manifest import Manifest, TensorEntry
 
 
 def found(folder: Path) -> dict[str, Content]:

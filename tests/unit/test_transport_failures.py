@@ -8,9 +8,9 @@ from transports.stream.connection import ConnectionClosed
 from transports.stream.failures import FailureAttribution, named
 from transports.stream.messages import Answer, Close, Message
 from transports.stream_testing import seats_for
-from updater import wire
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
+from updater.protocol import wire
 
 OFFER = StreamOffer("shared_memory", "@x", "s", seats_for(1, 2))
 STOPPED = Failure("client_abort", "cancelled")

@@ -15,7 +15,7 @@ from transports.disk import DiskSource
 from transports.reader import ReaderOptions, fill
 from transports.requests import Limits, Place
 from transports.testing import refused, write_checkpoint
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 DATA = bytes(range(256))
 

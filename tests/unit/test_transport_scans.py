@@ -7,7 +7,7 @@ import torch
 
 from transports.dtypes import TORCH_DTYPES
 from transports.scans import has_normal, is_zero, judged, nonfinite
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 FLOATS = [*sorted(name for name in TORCH_DTYPES if name[0] == "F" and name != "F4"), "BF16"]
 HAVE_INFINITY = {"F16", "BF16", "F32", "F64", "F8_E5M2"}

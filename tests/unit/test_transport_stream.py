@@ -19,8 +19,8 @@ from transports.scatter import Scatter
 from transports.stream import StreamSource, pack
 from transports.stream_testing import manifest_of, specs_of, targets_of
 from transports.testing import refused
-from updater import wire
-from updater.manifest import DTYPE_BITS, TensorSpec
+from updater.protocol import wire
+from updater.protocol.manifest import DTYPE_BITS, TensorSpec
 
 PLAIN = sorted(name for name in TORCH_DTYPES if not is_packed(name))
 PACKED = sorted(name for name, bits in DTYPE_BITS.items() if bits < 8)

@@ -21,7 +21,7 @@ from trainer_side.client.client import Client
 from trainer_side.client.session import UpdateSession
 from trainer_side.sources import as_source
 from transports.registry import make_sender
-from updater.security import ADMIN_ENV
+from updater.server.security import ADMIN_ENV
 
 Tensors = dict[str, torch.Tensor]
 

@@ -30,10 +30,10 @@ from transports.digest import tensor_digest, to_hex
 from transports.dtypes import DTYPE_NAMES
 from transports.registry import make_sender
 from transports.stream import StreamSender
-from updater import wire
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import FrontState, FrontStatus, SpareState
-from updater.manifest import TensorEntry, content_digest
+from updater.protocol import wire
+from updater.protocol.manifest import TensorEntry, content_digest
 
 STREAMS = ("shared_memory", "broadcast")
 TRANSPORTS = ("disk", *STREAMS)

@@ -29,7 +29,7 @@ from transports.digest import tensor_digest, to_hex
 from transports.testing import MemorySource, refused
 from updater.core.participant import DiskOffer, SpareState
 from updater.core.policy import InstallMode, SourceLayout
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("alone")]
 

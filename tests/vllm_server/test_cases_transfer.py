@@ -38,8 +38,8 @@ from trainer_side.sources import as_source
 from transports.buckets import Bucket
 from transports.registry import make_sender
 from transports.stream import StreamSender
-from updater import wire
 from updater.core.participant import SpareState
+from updater.protocol import wire
 
 NARROW = {"allow_narrowing": [["F32", "BF16"]]}
 UNSAID = 259  # a token that no model here says or is asked about

@@ -29,7 +29,7 @@ from engine_adapter.vllm.recording import RecordedPlacements, fingerprint, meta_
 from tests.vllm_server.models import SHAPES, Checkpoints
 from transports.dtypes import DTYPE_NAMES
 from transports.testing import refused
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 pytestmark = pytest.mark.vllm
 

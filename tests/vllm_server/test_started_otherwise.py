@@ -29,7 +29,7 @@ from tests.vllm_server.fleet import IN_CORE, Coordinator, Fleet, coordinator, me
 from tests.vllm_server.models import PROMPTS, Checkpoints
 from tests.vllm_server.server import StartFailed, VllmServer, reserved_port, running, wait_ready
 from updater.cli.main import app
-from updater.model_config import config_part, view
+from updater.protocol.model_config import config_part, view
 
 COUNT = 32
 CONNECTOR = "ExampleConnector"

@@ -36,7 +36,7 @@ from tests.vllm_server.models import Checkpoints, Dtype
 from transports.dtypes import DTYPE_NAMES
 from transports.testing import MemorySource, refused
 from updater.core.policy import InstallMode
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 pytestmark = pytest.mark.vllm
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from updater.core.codes import TABLE
 from updater.core.errors import Aborted, Failure, LiveweightsError
-from updater.schemas import CAUSES, MAX_CAUSES, MAX_TEXT, PEER_CAUSES
+from updater.protocol.api import CAUSES, MAX_CAUSES, MAX_TEXT, PEER_CAUSES
 
 
 def claimable(failures: Iterable[Failure]) -> tuple[Failure, ...]:
@@ -22,7 +22,7 @@ def claimable(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 
 
 def bodies(failures: Iterable[Failure]) -> list[Mapping[str, Any]]:
-    """As `updater.schemas.CauseBody`: without what is empty, and without the usual hint of the code."""
+    """As `updater.protocol.api.CauseBody`: without what is empty, and without the usual hint of the code."""
     return [
         {
             "code": each.code,

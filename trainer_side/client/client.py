@@ -266,11 +266,11 @@ class AsyncClient:
 
 
 def _options(url: str, token: str | None, transport: object, of_actor: str) -> dict[str, Any]:
-    """Of httpx's clients. `of_actor`: the class in `updater.ray_calls` that carries requests to a Ray actor."""
+    """Of httpx's clients. `of_actor`: the class in `updater.ray.calls` that carries requests to a Ray actor."""
     base = url
     if url.startswith(ACTOR):  # no base of HTTP URLs: what carries the requests knows where they go
         if transport is None:
-            from updater import ray_calls
+            from updater.ray import calls as ray_calls
 
             transport = getattr(ray_calls, of_actor)(ray_calls.address_of(url))
         base = "http://coordinator"

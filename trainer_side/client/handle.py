@@ -17,8 +17,8 @@ from trainer_side.client.causes import claimable
 from trainer_side.client.client import Canceller
 from trainer_side.client.protocol import HttpCall, HttpSteps
 from updater.core.errors import Failure, LiveweightsError, Unavailable
-from updater.problems import receipt_error
-from updater.schemas import Receipt, UpdateState
+from updater.protocol.answers import Receipt, UpdateState
+from updater.protocol.problems import receipt_error
 
 T = TypeVar("T")
 _log = logging.getLogger("liveweights.trainer")

@@ -16,7 +16,7 @@ from transports.digest import tensor_digest, to_hex
 from transports.dtypes import DTYPE_NAMES, byte_shape, is_packed
 from transports.stream import StreamSender, pack
 from updater.core.errors import Aborted, Failure
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 
 class Packer:

@@ -19,9 +19,9 @@ from pydantic import BaseModel, ValidationError
 from trainer_side.client.causes import bodies
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.core.version import Version
-from updater.manifest import Manifest
-from updater.problems import error_of
-from updater.schemas import FleetState, ModelState, Receipt, UpdateState, VersionState
+from updater.protocol.answers import FleetState, ModelState, Receipt, UpdateState, VersionState
+from updater.protocol.manifest import Manifest
+from updater.protocol.problems import error_of
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -163,7 +163,7 @@ def seal(update: str, digests: Mapping[str, str] | None = None) -> HttpSteps[Upd
 
 
 def abort(update: str, failures: Iterable[Failure] = ()) -> HttpSteps[UpdateState]:
-    """End an undecided update. `failures`: what made you, with codes of `updater.schemas.CAUSES`."""
+    """End an undecided update. `failures`: what made you, with codes of `updater.protocol.api.CAUSES`."""
     causes = bodies(failures)
     return (
         yield from ask(UpdateState, _post(f"{update_path(update)}/abort", {"failures": causes} if causes else None))

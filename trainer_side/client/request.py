@@ -9,10 +9,10 @@ from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 from trainer_side.client.handle import Hooks
 from trainer_side.client.protocol import UPDATE_S, HttpSteps, version
-from updater import wire
 from updater.core.errors import refuse
 from updater.core.policy import Policy
 from updater.core.version import Version
+from updater.protocol import wire
 
 F = TypeVar("F", bound=Callable[..., Any])
 Options = TypeVar("Options", bound=Mapping[str, Any])

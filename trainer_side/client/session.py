@@ -27,13 +27,13 @@ from trainer_side.client.protocol import UPDATE_S
 from trainer_side.client.request import Progress, PushRequest, silent
 from transports.buckets import BUCKET_BYTES, StreamPlan
 from transports.stream import StreamSender
-from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError, Unavailable, refuse
 from updater.core.participant import StreamOffer
 from updater.core.policy import Policy
 from updater.core.version import Version
-from updater.manifest import Manifest, TensorEntry, TensorSpec
-from updater.schemas import Receipt, UpdateState
+from updater.protocol import wire
+from updater.protocol.answers import Receipt, UpdateState
+from updater.protocol.manifest import Manifest, TensorEntry, TensorSpec
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -207,7 +207,7 @@ class UpdateSession:
 
     def abort(self, cause: LiveweightsError | None = None) -> LiveweightsError:
         """End the update and return what it ended as. `cause`: why, if the reason lies on this side; the coordinator is
-        told of it as far as it is the trainer's to tell (`updater.schemas.CAUSES`).
+        told of it as far as it is the trainer's to tell (`updater.protocol.api.CAUSES`).
         """
         running = self._begun()
         told = running.abort(() if cause is None else cause.failures)

@@ -14,7 +14,7 @@ from trainer_side.megatron.rules import Match, Rule, find, is_ignored
 from transports.base import Box
 from transports.dtypes import DTYPE_NAMES, is_packed
 from updater.core.errors import Failure, Rejected
-from updater.names import clean_name
+from updater.protocol.names import clean_name
 
 _LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?P<number>\d+)")
 

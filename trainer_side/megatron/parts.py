@@ -17,7 +17,7 @@ from transports.base import Box
 from transports.digest import MASK, region_digest
 from transports.dtypes import TORCH_DTYPES
 from updater.core.errors import Aborted, Failure
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

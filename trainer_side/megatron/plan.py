@@ -12,7 +12,7 @@ from trainer_side.megatron.parameters import Fragment
 from trainer_side.ranks.agreement import RankAgreement
 from transports.base import Box
 from updater.core.errors import Failure, LiveweightsError, Rejected
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 _DIGITS = re.compile(r"(\d+)")
 

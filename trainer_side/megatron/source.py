@@ -17,7 +17,7 @@ from trainer_side.sources.casts import Casts, Dtypes
 from trainer_side.sources.parts import PartsSource
 from transports.base import Box
 from updater.core.errors import Failure, LiveweightsError, Rejected, refuse
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

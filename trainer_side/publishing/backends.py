@@ -20,9 +20,9 @@ from transports.hashes import folder_document
 from transports.registry import make_sender
 from transports.stream import StreamSender
 from updater.core.errors import refuse
-from updater.manifest import real_path
-from updater.model_document import ModelDocument
-from updater.model_document import known as known_model
+from updater.protocol.manifest import real_path
+from updater.protocol.model_document import ModelDocument
+from updater.protocol.model_document import known as known_model
 
 
 class PushBackends:

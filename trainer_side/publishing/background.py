@@ -16,8 +16,8 @@ from trainer_side.ranks.agreement import RankAgreement
 from trainer_side.ranks.iterate import digests_of, iterate_in_step
 from trainer_side.sources.source import WeightSource, model_of
 from updater.core.errors import refuse
-from updater.manifest import TensorSpec
-from updater.schemas import Receipt
+from updater.protocol.answers import Receipt
+from updater.protocol.manifest import TensorSpec
 
 #: What is left to do once the copy is made.
 Rest = Callable[[], Receipt]

@@ -27,7 +27,7 @@ from trainer_side.ranks.agreement import Message
 from trainer_side.sources.source import WeightSource, model_of
 from updater.core.errors import LiveweightsError, refuse
 from updater.core.version import Version
-from updater.manifest import FILE_NAME
+from updater.protocol.manifest import FILE_NAME
 
 _NAME = re.compile(r"(?P<label>\d+-\d+)(\.(?P<copy>\d+))?")
 

@@ -22,8 +22,8 @@ from trainer_side.client.request import Progress, silent
 from transports.digest import tensor_digest, to_hex
 from transports.hashes import folder_document, folder_hashes
 from updater.core.errors import refuse
-from updater.manifest import FILE_NAME, Manifest, TensorEntry, TensorSpec
-from updater.model_document import ModelDocument, known
+from updater.protocol.manifest import FILE_NAME, Manifest, TensorEntry, TensorSpec
+from updater.protocol.model_document import ModelDocument, known
 
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_BYTES = 4 << 30

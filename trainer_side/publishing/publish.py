@@ -18,7 +18,7 @@ from trainer_side.ranks.agreement import BEAT_S, Message, RankAgreement
 from trainer_side.ranks.iterate import TensorSink, digests_of, iterate_in_step, touched
 from trainer_side.sources.source import WeightSource
 from updater.core.errors import Failure, LiveweightsError, Unavailable
-from updater.schemas import Receipt
+from updater.protocol.answers import Receipt
 
 
 class PushBackend(TensorSink, Protocol):

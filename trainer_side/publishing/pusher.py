@@ -31,8 +31,8 @@ from trainer_side.sources.source import WeightSource
 from updater.core.dtypes import wanted
 from updater.core.errors import Failure, Rejected
 from updater.core.version import Version
-from updater.manifest import TensorSpec
-from updater.schemas import Receipt
+from updater.protocol.answers import Receipt
+from updater.protocol.manifest import TensorSpec
 
 
 class Pusher:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from updater.core.errors import Aborted, Failure, LiveweightsError
-from updater.problems import error_of, problem_body
+from updater.protocol.problems import error_of, problem_body
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

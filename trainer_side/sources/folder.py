@@ -17,8 +17,8 @@ from transports.digest import from_hex
 from transports.disk import DiskSource
 from transports.dtypes import TORCH_DTYPES, byte_shape, is_packed
 from updater.core.errors import Aborted, Rejected
-from updater.manifest import TensorSpec
-from updater.model_document import known as known_model
+from updater.protocol.manifest import TensorSpec
+from updater.protocol.model_document import known as known_model
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -23,8 +23,8 @@ from transports.base import Box
 from transports.digest import MASK, region_digest
 from transports.dtypes import DTYPE_NAMES
 from updater.core.errors import refuse
-from updater.manifest import TensorSpec
-from updater.names import clean_names
+from updater.protocol.manifest import TensorSpec
+from updater.protocol.names import clean_names
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -18,8 +18,8 @@ from trainer_side.sources.state_dict import check, global_rank, group_of_tensors
 from trainer_side.sources.steps import storage_key
 from transports.dtypes import DTYPE_NAMES
 from updater.core.errors import Failure, Rejected, refuse
-from updater.manifest import TensorSpec
-from updater.names import clean_name, clean_names
+from updater.protocol.manifest import TensorSpec
+from updater.protocol.names import clean_name, clean_names
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -14,8 +14,8 @@ from trainer_side.sources.casts import Casts
 from trainer_side.sources.parts import PartsSource
 from trainer_side.sources.state_dict import state_dict_source
 from updater.core.errors import refuse
-from updater.model_config import ConfigRefused, config_part, quantisation_part
-from updater.model_document import ModelDocument
+from updater.protocol.model_config import ConfigRefused, config_part, quantisation_part
+from updater.protocol.model_document import ModelDocument
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,7 +59,7 @@ def document_of(module: torch.nn.Module) -> ModelDocument | None:
     """The config of a model of transformers, as it would be saved; None for any other module.
 
     What a trainer changes for itself (dtype, cache, attention kernel, dropout) is not part of it: see
-    `updater.model_config`. A config that cannot be written as JSON is not compared, and the log says so.
+    `updater.protocol.model_config`. A config that cannot be written as JSON is not compared, and the log says so.
     """
     model = _pretrained_in(module)
     if model is None:

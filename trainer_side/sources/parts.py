@@ -14,8 +14,8 @@ from trainer_side.ranks.agreement import RankAgreement
 from trainer_side.sources.steps import StepWatch
 from transports.digest import MASK, to_hex
 from updater.core.errors import Failure, LiveweightsError, Rejected
-from updater.manifest import TensorSpec
-from updater.model_document import ModelDocument
+from updater.protocol.manifest import TensorSpec
+from updater.protocol.model_document import ModelDocument
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

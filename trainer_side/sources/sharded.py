@@ -15,7 +15,7 @@ from trainer_side.sources.casts import cast
 from transports.base import Box
 from transports.digest import MASK, region_digest
 from updater.core.errors import Failure
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 Run = tuple[int, int, int]  # of one dimension: start in the whole tensor, start in the shard, size
 

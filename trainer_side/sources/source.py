@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from updater.manifest import TensorSpec
-from updater.model_document import ModelDocument
+from updater.protocol.manifest import TensorSpec
+from updater.protocol.model_document import ModelDocument
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

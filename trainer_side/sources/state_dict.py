@@ -13,8 +13,8 @@ from trainer_side.sources.parts import Part, PartsSource
 from trainer_side.sources.whole import WholePart
 from transports.dtypes import DTYPE_NAMES
 from updater.core.errors import Rejected, refuse
-from updater.manifest import TensorSpec
-from updater.names import clean_names
+from updater.protocol.manifest import TensorSpec
+from updater.protocol.names import clean_names
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

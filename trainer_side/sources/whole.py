@@ -13,7 +13,7 @@ from trainer_side.sources.casts import cast
 from transports.digest import tensor_digest
 from transports.dtypes import DTYPE_NAMES, is_packed
 from updater.core.errors import Failure
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from transports.stream.close_on_fork import close_on_fork
 from transports.stream.messages import Message, decode, encode
-from updater import wire
+from updater.protocol import wire
 
 #: Before each frame: its length in bytes, big-endian.
 HEAD_BYTES = 4

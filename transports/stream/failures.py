@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 
 from transports.stream.connection import ConnectionClosed
 from transports.stream.messages import Close, Message
-from updater import wire
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
+from updater.protocol import wire
 
 #: Of what a receiver that gave up says, these are the update's reason as they are; any other becomes `peer_lost`.
 TELLING = ("stream_mismatch", "tensor_digest", "transport_unsupported")

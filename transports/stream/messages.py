@@ -17,10 +17,10 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import ConfigDict, Discriminator, Field
 
 from transports.buckets import StreamPlan
-from updater import wire
 from updater.core.errors import Failure
 from updater.core.participant import StreamOffer
 from updater.core.release import ORDER, RELEASE
+from updater.protocol import wire
 
 #: Of all streams. Grows with every change that an older side would misunderstand.
 PROTOCOL = 3

@@ -13,9 +13,9 @@ from transports.stream.connection import Connection, ConnectionClosed, Waker, wa
 from transports.stream.medium import ReceiverMedium
 from transports.stream.messages import Close, Waiting
 from transports.stream.receiver_session import MEET_S, ReceiverSession, Take
-from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.core.participant import StreamOffer
+from updater.protocol import wire
 
 #: A look at kept links also without anything to see, in seconds.
 IDLE_S = 60.0

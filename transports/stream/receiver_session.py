@@ -31,10 +31,10 @@ from transports.stream.messages import (
     Waiting,
     seats_digest,
 )
-from updater import wire
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
 from updater.core.release import RELEASE
+from updater.protocol import wire
 
 #: Until the sender has said its plan, in seconds: it may still be waiting for others.
 MEET_S = 60.0

@@ -11,8 +11,8 @@ from transports.stream.failures import FailureAttribution, named
 from transports.stream.messages import Close, Hello, Opening, other_release, seats_digest
 from transports.stream.peers import Peer
 from transports.stream.sender_session import SenderSession
-from updater import wire
 from updater.core.errors import Aborted, Failure
+from updater.protocol import wire
 
 #: Connections that have not said who they are; more are closed.
 STRANGERS = 1024

@@ -20,9 +20,9 @@ from transports.stream.messages import AHEAD, LONGEST_PATIENCE_S, PATIENCE_S, SI
 from transports.stream.peers import Peer
 from transports.stream.rendezvous import Rendezvous
 from transports.stream.sender_session import SenderSession, mismatch
-from updater import wire
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
+from updater.protocol import wire
 
 __all__ = ["PATIENCE_S", "MediumSender"]
 

@@ -15,9 +15,9 @@ from transports.stream.failures import FailureAttribution, named
 from transports.stream.medium import Broken, SenderMedium, Travelling
 from transports.stream.messages import Close, Go, Message, Waiting, encode
 from transports.stream.peers import Peer
-from updater import wire
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
+from updater.protocol import wire
 
 #: After a medium broke: how long to wait for what a receiver has to say about it.
 LAST_WORDS_S = 1.0

@@ -20,7 +20,7 @@ from transports.dtypes import TORCH_DTYPES, byte_shape, carrier, is_packed
 from transports.scatter import Scatter
 from updater.core.errors import Aborted, Failure, Rejected, refuse
 from updater.core.participant import StreamOffer
-from updater.manifest import Manifest, TensorSpec
+from updater.protocol.manifest import Manifest, TensorSpec
 
 
 class StreamSender(Protocol):

@@ -15,12 +15,12 @@ from typing import Any, Literal
 from trainer_side.client.client import Client
 from transports.contents import Content, contents
 from transports.disk import DiskSource
-from updater import wire
 from updater.cli import views
 from updater.core.errors import Failure, LiveweightsError, Unauthorized, Unavailable, grouped, told
-from updater.manifest import real_path
-from updater.model_document import ModelDocument, compare
-from updater.schemas import ComparedBody, ModelState, Receipt
+from updater.protocol import wire
+from updater.protocol.answers import ComparedBody, ModelState, Receipt
+from updater.protocol.manifest import real_path
+from updater.protocol.model_document import ModelDocument, compare
 
 SHOWN = 40
 #: Keys of a config that the fleet names one by one; where there are more, they are compared here as well.

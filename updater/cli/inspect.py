@@ -23,11 +23,11 @@ from transports.base import Read
 from transports.disk import DiskSource
 from transports.dtypes import TORCH_DTYPES
 from transports.inspect import RankReport, Report, inspect
-from updater import wire
 from updater.cli import against as compared
 from updater.cli import views
 from updater.core.errors import refuse
-from updater.manifest import TensorSpec
+from updater.protocol import wire
+from updater.protocol.manifest import TensorSpec
 
 SHOWN_FAULTS = 40
 

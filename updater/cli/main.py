@@ -7,41 +7,38 @@ Exit codes: 0 done or committed; 1 rejected or aborted (nothing was installed), 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from updater.cli.policies import OF_A_ROLLBACK, Dtypes, Layouts, Suspicious, dtypes_of, layouts_of, takes_policy
-from updater.core.errors import Failure, LiveweightsError, RolledBack, Unauthorized, Unavailable, refuse
+from updater.cli.steps import (
+    DEFAULT_URL,
+    MANIFEST,
+    Exit,
+    Json,
+    Roots,
+    Transport,
+    Url,
+    check_manifest,
+    client_of,
+    errors_shown,
+    finish,
+    follow,
+    named_url,
+    option_of,
+    said,
+    stream,
+    write_manifest,
+)
+from updater.core.errors import Failure, Unavailable, refuse
 from updater.core.participant import ReleaseTo
-from updater.core.policy import CommitMode, SourceLayout
+from updater.core.policy import CommitMode
 
 if TYPE_CHECKING:
-    from trainer_side.client.client import Client
-    from updater.schemas import Receipt, UpdateState
-
-
-class Exit(IntEnum):
-    OK = 0
-    REFUSED = 1
-    USAGE = 2
-    UNAVAILABLE = 3
-    ROLLED_BACK = 4
-    UNAUTHORIZED = 5
-
-
-class Transport(StrEnum):
-    """How a checkpoint's bytes reach the engines."""
-
-    DISK = "disk"
-    BROADCAST = "broadcast"
-    SHARED_MEMORY = "shared_memory"
-    CUDA_IPC = "cuda_ipc"
+    pass
 
 
 app = typer.Typer(
@@ -51,46 +48,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Url = Annotated[str, typer.Option(envvar="LIVEWEIGHTS_URL", help="The coordinator.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for programs.")]
-Roots = Annotated[
-    list[Path] | None, typer.Option("--root", help="Folder under which checkpoints must lie; repeatable.")
-]
-DEFAULT_URL = "http://127.0.0.1:8700"
-MANIFEST = "liveweights.manifest.json"
-
-
-@contextmanager
-def _errors(as_json: bool) -> Iterator[None]:
-    """Typed errors become exit codes; tracebacks are left for what is not expected."""
-    from updater.cli import views
-    from updater.security import ConfigurationError
-
-    try:
-        yield
-    except LiveweightsError as error:
-        views.error(error, as_json=as_json)
-        raise typer.Exit(exit_code(error)) from None
-    except ConfigurationError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def exit_code(error: LiveweightsError) -> Exit:
-    """The exit code that an error's consequence maps to."""
-    if isinstance(error, RolledBack):
-        return Exit.ROLLED_BACK
-    if isinstance(error, Unauthorized):
-        return Exit.UNAUTHORIZED
-    if isinstance(error, Unavailable):
-        return Exit.UNAVAILABLE
-    return Exit.REFUSED
-
-
-def _client(url: str) -> Client:
-    from trainer_side.client.client import Client
-
-    return Client(url)
 
 
 @app.command()
@@ -122,9 +79,9 @@ def serve(
     ] = False,
 ) -> None:
     """Run the coordinator. Tokens come from LIVEWEIGHTS_ADMIN_TOKEN and LIVEWEIGHTS_INFERENCE_TOKEN."""
-    with _errors(False):
-        from updater.security import Tokens
-        from updater.service.server import serve as run
+    with errors_shown(False):
+        from updater.server.security import Tokens
+        from updater.server.serving import serve as run
         from updater.settings import Settings
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
@@ -157,7 +114,7 @@ def engine(
     option: Annotated[list[str] | None, typer.Option(help="Engine option KEY=VALUE; repeatable.")] = None,
 ) -> None:
     """Run one replica: a front and its ranks, with /v1/completions and the participant contract."""
-    with _errors(False):
+    with errors_shown(False):
         from engine_adapter.replica import launch
         from trainer_side.client.client import address
 
@@ -170,7 +127,7 @@ def engine(
             replica=replica,
             roots=tuple(root or ()),
             engine=kind,
-            options=dict(_option(text) for text in option or ()),
+            options=dict(option_of(text) for text in option or ()),
         )
         raise typer.Exit(launch.run_engine(settings))
 
@@ -196,7 +153,7 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Publish a checkpoint and wait for the receipt."""
-    from updater.manifest import real_path
+    from updater.protocol.manifest import real_path
 
     body: dict[str, Any] = {
         "path": real_path(str(path)),
@@ -207,7 +164,7 @@ def push(
     body |= {"base_version": base} if base else {}
     body |= {"dry_run": True} if dry_run else {}
     casts = dtypes_of(dtypes)
-    with _errors(as_json):
+    with errors_shown(as_json):
         if transport is Transport.DISK and casts:
             hint = "--transport shared_memory (or broadcast) casts; --narrow SOURCE:PARAMETER lets the engine round it"
             raise refuse("bad_request", "--dtypes: a checkpoint on disk is read as it lies there", hint=hint)
@@ -215,12 +172,12 @@ def push(
             hint = "without --transport, where the fleet can read the folder"
             raise refuse("mode_unsupported", "--dry-run looks at a source on disk", hint=hint)
         if manifest:
-            _write_manifest(path)
+            write_manifest(path)
         if transport is not Transport.DISK:
-            _finish(_stream(path, transport, casts, url, body), as_json)
+            finish(stream(path, transport, casts, url, body), as_json)
             return
-        with _client(url) as client:
-            _finish(_follow(client, body), as_json)
+        with client_of(url) as client:
+            finish(follow(client, body), as_json)
 
 
 @app.command()
@@ -245,14 +202,14 @@ def watch(
     from updater.cli import views
     from updater.cli import watch as watching
 
-    with _errors(as_json), _client(url) as client:
+    with errors_shown(as_json), client_of(url) as client:
         look = watching.Watch(
             directory, client, marker=marker, settle_s=settle, policy=policy, new_run=new_run, told=views.passed_over
         )
         if not once:
             watching.run(look, every, as_json=as_json)
         elif (receipt := watching.look_once(look, settle)) is not None:
-            _finish(receipt, as_json)
+            finish(receipt, as_json)
         elif look.left or look.waiting:
             raise typer.Exit(Exit.REFUSED)
 
@@ -272,24 +229,24 @@ def rollback(
     from updater.cli import views
 
     name = fresh_id("rollback")
-    with _errors(as_json), _client(url) as client:
+    with errors_shown(as_json), client_of(url) as client:
         if commit is CommitMode.MANUAL:
             views.err.print(f"{name} waits for: liveweights commit {name}", markup=False, highlight=False)
-        _finish(client.rollback(to, live, id=name, policy=policy | {"commit": commit.value}), as_json)
+        finish(client.rollback(to, live, id=name, policy=policy | {"commit": commit.value}), as_json)
 
 
 @app.command()
 def commit(id: Annotated[str, typer.Argument(help="Of the update.")], url: Url = DEFAULT_URL) -> None:
     """Publish an update that was begun with a manual commit, once every rank has voted for it."""
-    with _errors(False), _client(url) as client:
-        _said(client.commit(id))
+    with errors_shown(False), client_of(url) as client:
+        said(client.commit(id))
 
 
 @app.command()
 def abort(id: Annotated[str, typer.Argument(help="Of the update.")], url: Url = DEFAULT_URL) -> None:
     """End an update that is not decided yet; what is live stays live."""
-    with _errors(False), _client(url) as client:
-        _said(client.abort(id))
+    with errors_shown(False), client_of(url) as client:
+        said(client.abort(id))
 
 
 @app.command()
@@ -297,7 +254,7 @@ def status(url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """What is live, what a rollback would bring back, and every member."""
     from updater.cli import views
 
-    with _errors(as_json), _client(url) as client:
+    with errors_shown(as_json), client_of(url) as client:
         version, fleet = client.version(), client.fleet()
         if as_json:
             views.print_json({"version": version.model_dump(mode="json"), "fleet": fleet.model_dump(mode="json")})
@@ -312,7 +269,7 @@ def history(
     """Past receipts, newest first."""
     from updater.cli import views
 
-    with _errors(as_json), _client(url) as client:
+    with errors_shown(as_json), client_of(url) as client:
         receipts = client.history(limit)
         if as_json:
             views.print_json([one.model_dump(mode="json") for one in receipts])
@@ -331,8 +288,8 @@ def adopt(
     """Let a coordinator whose journal is empty or behind take over a fleet that serves. Ends the one before it."""
     from updater.cli import views
 
-    with _errors(as_json), _client(url) as client:
-        named = dict(_named(text) for text in front or ())
+    with errors_shown(as_json), client_of(url) as client:
+        named = dict(named_url(text) for text in front or ())
         fleet = client.adopt(named or {each.replica: each.url for each in client.fleet().strangers})
         if as_json:
             views.print_json(fleet.model_dump(mode="json"))
@@ -349,7 +306,7 @@ def readmit(
     from trainer_side.client.client import address
     from updater.cli import replica
 
-    with _errors(as_json):
+    with errors_shown(as_json):
         replica.run(address(url), "readmit", {}, as_json=as_json)
 
 
@@ -363,7 +320,7 @@ def release(
     from trainer_side.client.client import address
     from updater.cli import replica
 
-    with _errors(as_json):
+    with errors_shown(as_json):
         replica.run(address(url), "release", {"to": to.value}, as_json=as_json)
 
 
@@ -377,8 +334,8 @@ def manifest(
     """Write liveweights.manifest.json with the digest of every tensor beside a checkpoint."""
     from updater.cli import views
 
-    with _errors(as_json):
-        made = _check_manifest(directory) if check else _write_manifest(directory, layouts_of(layout))
+    with errors_shown(as_json):
+        made = check_manifest(directory) if check else write_manifest(directory, layouts_of(layout))
         summary = {"tensors": len(made.tensors), "manifest_digest": made.digest, "digests": made.has_digests}
         if as_json:
             views.print_json(summary)
@@ -408,10 +365,10 @@ def inspect(
     from updater.cli import against as comparing
     from updater.cli import inspect
 
-    with _errors(as_json):
+    with errors_shown(as_json):
         if against is None:
             raise typer.Exit(Exit.REFUSED if inspect.run(directory, tp, as_json=as_json) else Exit.OK)
-        with _client(against) as client:
+        with client_of(against) as client:
             asked = comparing.Asked(against, version, policy | {"new_run": new_run}, headers)
             faulty = inspect.run(directory, tp, as_json=as_json, against=(client, asked))
         raise typer.Exit(Exit.REFUSED if faulty else Exit.OK)
@@ -426,96 +383,6 @@ def demo(
     from updater.demo import main as show
 
     raise typer.Exit(Exit.OK if show.run(report, keep=keep) else Exit.REFUSED)
-
-
-def _follow(client: Client, body: dict[str, Any]) -> Receipt:
-    """Begin, show the phases as they come, and return the receipt or raise what the outcome says."""
-    from updater.cli import views
-
-    with views.phase_bar(f"version {body['version']}") as show:
-        begun = client.begin(body)
-        for name, data in client.events(begun.id):
-            show(name, data)
-        # Asked again under its id, a finished update answers with its receipt, or the error that embeds it.
-        return client.update({**body, "id": begun.id})
-
-
-def _stream(
-    path: Path, transport: Transport, dtypes: str | dict[str, str] | None, url: str, body: dict[str, Any]
-) -> Receipt:
-    """Send a checkpoint tensor by tensor; engines need not see its files."""
-    from trainer_side.publishing.pusher import Pusher
-
-    def send(told: Callable[[int], None]) -> Receipt:
-        with Pusher(url, transport=transport.value, dtypes=dtypes) as pusher:
-            return pusher.push(
-                path,
-                body["version"],
-                policy=body["policy"],
-                id=body.get("id"),
-                base_version=body.get("base_version"),
-                progress=told,
-            )
-
-    receipt: Receipt = _with_bar(path, f"version {body['version']} sent", send)
-    return receipt
-
-
-def _said(state: UpdateState) -> None:
-    from updater.cli import views
-
-    ended = f": {state.receipt.outcome}" if state.receipt is not None else ""
-    views.out.print(f"{state.id} ({state.version}) is {state.phase}{ended}", markup=False)
-
-
-def _finish(receipt: Receipt, as_json: bool) -> None:
-    from updater.cli import views
-
-    views.finished(receipt, as_json=as_json)
-
-
-def _write_manifest(directory: Path, layouts: Sequence[tuple[str, SourceLayout]] = ()) -> Any:
-    from transports import manifests
-
-    def write(told: Callable[[int], None]) -> Any:
-        return manifests.write_manifest(str(directory), told, layouts=layouts)
-
-    return _with_bar(directory, "digests", write)
-
-
-def _check_manifest(directory: Path) -> Any:
-    from transports import manifests
-
-    return _with_bar(directory, "comparing", lambda told: manifests.verify_manifest(str(directory), told))
-
-
-def _with_bar(directory: Path, what: str, work: Callable[[Callable[[int], None]], Any]) -> Any:
-    from updater.cli import views
-
-    total = sum(file.stat().st_size for file in directory.glob("*.safetensors")) if directory.is_dir() else None
-    with views.byte_bar(what, total) as told:
-        return work(told)
-
-
-def _named(text: str) -> tuple[str, str]:
-    name, mark, url = text.partition("=")
-    if not mark or not name or not url:
-        raise typer.BadParameter(f"{text!r} is not NAME=URL, for example r0=http://127.0.0.1:8800")
-    return name, url
-
-
-def _option(text: str) -> tuple[str, str | int | float | bool]:
-    """KEY=VALUE with the value read as JSON where it is a number or a boolean."""
-    import json
-
-    key, mark, value = text.partition("=")
-    if not mark or not key:
-        raise typer.BadParameter(f"{text!r} is not KEY=VALUE")
-    try:
-        parsed = json.loads(value)
-    except ValueError:
-        parsed = value
-    return key, parsed if isinstance(parsed, str | int | float | bool) else value
 
 
 def main() -> None:

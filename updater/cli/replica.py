@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import httpx
 
-from updater import problems, wire
 from updater.cli import views
 from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.core.participant import FrontStatus
-from updater.security import Tokens
+from updater.protocol import problems, wire
+from updater.server.security import Tokens
 
 #: A readmission digests the live bytes of every rank: about 3 GB/s for each.
 ANSWER_S = 900.0

@@ -16,8 +16,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 from rich.table import Table
 
 from updater.core.errors import LiveweightsError
-from updater.problems import problem_body
-from updater.schemas import FailureBody, FleetState, MemberState, Receipt, VersionState
+from updater.protocol.answers import FailureBody, FleetState, MemberState, Receipt, VersionState
+from updater.protocol.problems import problem_body
 
 out = Console(width=None if sys.stdout.isatty() else 160)
 err = Console(stderr=True, width=None if sys.stderr.isatty() else 160)

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 from updater.core.errors import LiveweightsError, Unauthorized, grouped, told
 from updater.core.version import START, Version
-from updater.manifest import FILE_NAME
-from updater.schemas import Receipt, VersionState
+from updater.protocol.answers import Receipt, VersionState
+from updater.protocol.manifest import FILE_NAME
 
 _RUN_STEP = re.compile(r"(\d{1,18})-(\d{1,18})")
 _STEP = re.compile(r"(?:step|checkpoint|ckpt|global_step|iter)[-_]?(\d{1,18})")

@@ -12,42 +12,33 @@ import logging
 import secrets
 from collections.abc import Callable
 
-from updater import wire
-from updater.coordinator.callers import Callers
-from updater.coordinator.clock import Clock, LoopClock
+from updater.coordinator.clock import Clock, LoopClock, OrderedClock
 from updater.coordinator.desk import Desk
-from updater.coordinator.dtypes import dtypes_of
-from updater.coordinator.joins import Joins, remembered
-from updater.coordinator.journal import Journal, JournalFailed
-from updater.coordinator.journal import Member as Known
+from updater.coordinator.journal.journal import Journal, JournalFailed
 from updater.coordinator.machine import Machine
-from updater.coordinator.membership import Contact, Directory, Probe
-from updater.coordinator.metrics import Metrics
-from updater.coordinator.ordered_clock import OrderedClock
+from updater.coordinator.members.directory import Contact, Directory, Probe, ProgressPoll
+from updater.coordinator.members.joins import Callers, Joins
+from updater.coordinator.members.models import dtypes_of
+from updater.coordinator.members.participants import ParticipantFactory, http_participants
 from updater.coordinator.outbox import Outbox
-from updater.coordinator.participants import HttpParticipant, ParticipantFactory
-from updater.coordinator.progress import ProgressPoll
-from updater.coordinator.recover import Found, Recovery
-from updater.coordinator.requests import checked_manifest
+from updater.coordinator.recovery import Found, Recovery
+from updater.coordinator.sources import sources_needed
 from updater.coordinator.updates import failure_body
-from updater.core import events as ev
-from updater.core.begin import candidates
-from updater.core.effects import Denied, Finish, Started
 from updater.core.errors import Failure, Unavailable
-from updater.core.participant import Call, Claim, Claimed, Description, DiskOffer, FrontStatus, Kind
-from updater.core.state import FleetState, Member, Phase, Standing
-from updater.core.waiting import obstacle
-from updater.schemas import DtypesState, MemberState, ModelState, VersionState
-from updater.schemas import FleetState as FleetView
+from updater.core.fleet import events as ev
+from updater.core.fleet.begin import candidates
+from updater.core.fleet.effects import Denied, Finish, Started
+from updater.core.fleet.members import obstacle
+from updater.core.fleet.state import FleetState, Member, Phase, Standing
+from updater.core.participant import Call, Claim, Claimed, FrontStatus, Kind
+from updater.protocol import wire
+from updater.protocol.answers import DtypesState, MemberState, ModelState, VersionState
+from updater.protocol.answers import FleetState as FleetView
+from updater.server.metrics import Metrics
 from updater.settings import Settings
 
 _log = logging.getLogger("liveweights.coordinator")
 NO_ANSWER = Failure("internal", "a call was not answered")
-
-
-def http_participants(settings: Settings) -> ParticipantFactory:
-    """Fronts over HTTP, each asked with its own key."""
-    return lambda replica, url: HttpParticipant(replica, url, settings.tokens.admin, settings.networks)
 
 
 class Coordinator:
@@ -346,7 +337,7 @@ class Coordinator:
             live_version=self.live_version,
             rollback_to=str(state.rollback_to.version) if state.rollback_to is not None else None,
             update=running,
-            sources_needed=_sources_needed(state),
+            sources_needed=sources_needed(state),
             members=self.members(),
         )
 
@@ -354,12 +345,7 @@ class Coordinator:
         """What all who take part in an update hold each source tensor in. Raises LiveweightsError where they differ, or
         one of them does not say.
         """
-        members = candidates(self.state, Kind.UPDATE)
-        said: dict[str, Description | None] = {}
-        for member in members:
-            contact = self._directory.get(member.replica)
-            said[member.replica] = contact.description if contact is not None else None
-        return dtypes_of(said)
+        return dtypes_of(self._directory.descriptions(candidates(self.state, Kind.UPDATE)))
 
     @property
     def identity(self) -> str:
@@ -401,7 +387,7 @@ class Coordinator:
         for replica, participant in {name: self.joins.reach(name, url) for name, url in named.items()}.items():
             contact = Contact(participant)
             self._directory.put(replica, contact)
-            known.append(await self._named(replica, named[replica], contact))
+            known.append(await self.joins.named(replica, named[replica], contact))
         found = await self._recovery.adopt(known)
         for member in self._journal.members():
             self._journal.forget_member(member.replica)
@@ -412,40 +398,3 @@ class Coordinator:
         self._callers.forget(named)
         self._go_on(found)
         await self.probe.once()
-
-    async def _named(self, replica: str, url: str, contact: Contact) -> Known:
-        """A front that an operator named. One that does not answer is adopted too, as whatever it turns out to be."""
-        try:
-            description = await self.joins.describe(replica, url, contact.participant)
-        except Unavailable as silence:
-            _log.warning("adopted without an answer: %s", silence)
-            return Known(replica, "", url)
-        contact.description, contact.status = description, description.status
-        return remembered(contact)
-
-    # -- manifests
-
-    def put_manifest(self, digest: str, text: bytes) -> str:
-        """Keep an uploaded manifest. Raises `manifest_invalid`, `manifest_mismatch`."""
-        self.desk.must_run()
-        manifest = checked_manifest(text)
-        if manifest.digest != digest:
-            raise self.desk.error(Failure("manifest_mismatch", f"the document's digest is {manifest.digest}"))
-        with self._machine.journaled():
-            self._journal.put_manifest(digest, manifest.to_json())
-        return digest
-
-    def manifest(self, digest: str) -> str:
-        with self._machine.journaled():
-            text = self._journal.manifest(digest)
-        if text is None:
-            raise self.desk.error(Failure("not_found", f"no manifest {digest}"))
-        return text
-
-
-def _sources_needed(state: FleetState) -> list[str]:
-    """What a late joiner is caught up from, also after a rollback, and what the running and waiting updates read."""
-    offers = [version.offer for version in (state.live, state.before) if version is not None]
-    offers += [state.update.offer] if state.update is not None else []
-    offers += [begin.offer for begin in state.queue]
-    return sorted({offer.path for offer in offers if isinstance(offer, DiskOffer)})

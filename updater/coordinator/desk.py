@@ -6,33 +6,34 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from updater import wire
-from updater.coordinator.facts import Facts, facts_of
-from updater.coordinator.journal import Journal, JournalFailed, Request
+from updater.coordinator.clock import OrderedClock
+from updater.coordinator.journal.journal import Journal, JournalFailed
 from updater.coordinator.machine import Machine
-from updater.coordinator.metrics import Metrics
-from updater.coordinator.ordered_clock import OrderedClock
-from updater.coordinator.recover import Found, result_of
-from updater.coordinator.requests import Asked, Before, asked_rollback, asked_update, sealed_manifest
-from updater.coordinator.timeline import Timeline
-from updater.coordinator.updates import Lease, Update, receipt_of, shortened
-from updater.core import events as ev
-from updater.core.effects import Denied, Finish, Started
+from updater.coordinator.recovery import Found, result_of
+from updater.coordinator.requests import Asked, Before, asked_rollback, asked_update, checked_manifest, sealed_manifest
+from updater.coordinator.updates import (
+    Lease,
+    Timeline,
+    Update,
+    ended_update,
+    facts_of,
+    past_update,
+    receipt_of,
+    request_of,
+    settled,
+    shortened,
+)
 from updater.core.errors import CODES, Failure, LiveweightsError, Rejected, Unavailable
+from updater.core.fleet import events as ev
+from updater.core.fleet.effects import Denied, Finish, Started
+from updater.core.fleet.state import FleetState, Phase, Transaction
 from updater.core.participant import Kind, StreamOffer
 from updater.core.policy import CommitMode
-from updater.core.state import FleetState, Phase, Transaction
-from updater.problems import RejectedWith
-from updater.schemas import (
-    DtypesState,
-    MemberState,
-    OfferState,
-    ProgressState,
-    Receipt,
-    RollbackRequest,
-    UpdateRequest,
-    UpdateState,
-)
+from updater.protocol import wire
+from updater.protocol.answers import DtypesState, MemberState, OfferState, ProgressState, Receipt, UpdateState
+from updater.protocol.api import RollbackRequest, UpdateRequest
+from updater.protocol.problems import RejectedWith
+from updater.server.metrics import Metrics
 from updater.settings import Settings
 
 
@@ -147,7 +148,7 @@ class Desk:
             return None
         if not request.receipt:
             return Before(request.body_hash)
-        return Before(request.body_hash, Receipt.model_validate_json(request.receipt), _facts(request).source)
+        return Before(request.body_hash, Receipt.model_validate_json(request.receipt), settled(request).source)
 
     # -- while it runs
 
@@ -160,7 +161,7 @@ class Desk:
             request = self._journal.request(update_id)
         if request is None or request.receipt is None:
             raise self.error(Failure("not_found", f"no update {update_id!r}"))
-        return _ended(request, Receipt.model_validate_json(request.receipt))
+        return ended_update(request, Receipt.model_validate_json(request.receipt))
 
     def view(self, update: Update) -> UpdateState:
         state = update.state(self._clock.now())
@@ -283,7 +284,7 @@ class Desk:
             name = started.update or f"catch-up-{started.serial}"
             update = self._new(name, "", "{}", started.kind, str(started.version))
         update.serial, update.version = started.serial, str(started.version)
-        self._journal.add_request(_request(update))
+        self._journal.add_request(request_of(update))
         self._move_now(update)
 
     def _move_now(self, update: Update) -> None:
@@ -301,7 +302,7 @@ class Desk:
             return
         receipt = receipt_of(update, result, members, self._clock.now(), self._clock.stamp())
         if not update.serial:
-            self._journal.add_request(_request(update))
+            self._journal.add_request(request_of(update))
         self._journal.put_receipt(update.id, receipt.model_dump_json())
         self._running.pop(update.id, None)
         self._metrics.ended(receipt)
@@ -327,11 +328,11 @@ class Desk:
         for request in found.going_on:
             update = self._new(request.id, request.body_hash, request.body, Kind(request.kind), "")
             update.serial, update.created = request.serial, request.created
-            update.restarted, update.facts = True, _facts(request)
+            update.restarted, update.facts = True, settled(request)
         for ended in found.ended:
             now = self._clock.now()
-            update = _past(ended.request, now)
-            update.restarted, update.facts = True, _facts(ended.request)
+            update = past_update(ended.request, now)
+            update.restarted, update.facts = True, settled(ended.request)
             receipt = receipt_of(update, result_of(ended, found.state), {}, now, self._clock.stamp())
             with self._machine.journaled():
                 self._journal.put_receipt(update.id, receipt.model_dump_json())
@@ -347,6 +348,23 @@ class Desk:
 
     def _by_serial(self, serial: int) -> Update | None:
         return next((update for update in self._running.values() if update.serial == serial and serial), None)
+
+    def put_manifest(self, digest: str, text: bytes) -> str:
+        """Keep an uploaded manifest. Raises `manifest_invalid`, `manifest_mismatch`."""
+        self.must_run()
+        manifest = checked_manifest(text)
+        if manifest.digest != digest:
+            raise self.error(Failure("manifest_mismatch", f"the document's digest is {manifest.digest}"))
+        with self._machine.journaled():
+            self._journal.put_manifest(digest, manifest.to_json())
+        return digest
+
+    def manifest(self, digest: str) -> str:
+        with self._machine.journaled():
+            text = self._journal.manifest(digest)
+        if text is None:
+            raise self.error(Failure("not_found", f"no manifest {digest}"))
+        return text
 
     # -- views and errors
 
@@ -380,30 +398,3 @@ class Desk:
         live = self._machine.state.live
         kind = Unavailable if CODES[failures[0].code] in (500, 503) else Rejected
         return kind(*failures, live_version=str(live.label.version) if live is not None else None)
-
-
-def _request(update: Update) -> Request:
-    return Request(update.id, update.serial, update.kind.value, update.body_hash, update.body, update.created, None)
-
-
-def _facts(request: Request) -> Facts:
-    """The journaled facts of an update. Raises JournalFailed if they cannot be read."""
-    if request.facts is None:
-        return Facts()
-    try:
-        return wire.decode(Facts, request.facts)
-    except wire.WireError as error:
-        raise JournalFailed(f"what was settled of {request.id!r} cannot be read: {error}") from None
-
-
-def _ended(request: Request, receipt: Receipt) -> Update:
-    """An update of the past, as its receipt tells it."""
-    update = _past(request)
-    update.version, update.attempt = receipt.version, receipt.attempts
-    update.end(receipt)
-    return update
-
-
-def _past(request: Request, now: float = 0.0) -> Update:
-    kind, created, timeline = Kind(request.kind), request.created, Timeline(now)
-    return Update(request.id, request.body_hash, request.body, kind, "", created, timeline, serial=request.serial)

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from updater.coordinator.clock import Timer
-from updater.coordinator.journal import Journal, JournalFailed
-from updater.coordinator.ordered_clock import OrderedClock
+from updater.coordinator.clock import OrderedClock, Timer
+from updater.coordinator.journal.journal import Journal, JournalFailed
 from updater.coordinator.outbox import Outbox
-from updater.core import events as ev
-from updater.core.effects import (
+from updater.core.errors import Failure
+from updater.core.fleet import events as ev
+from updater.core.fleet.effects import (
     Accepted,
     Admit,
     Append,
@@ -33,9 +33,8 @@ from updater.core.effects import (
     Started,
     Stop,
 )
-from updater.core.errors import Failure
-from updater.core.fleet import step
-from updater.core.state import FleetState
+from updater.core.fleet.machine import step
+from updater.core.fleet.state import FleetState
 
 _log = logging.getLogger("liveweights.coordinator")
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from updater.coordinator.clock import Clock
-from updater.coordinator.participants import Participant, Refusal, Unreachable
-from updater.core.effects import Send
-from updater.core.events import Event, Refused, Replied
+from updater.coordinator.members.participants import Participant, Refusal, Unreachable
+from updater.core.fleet.effects import Send
+from updater.core.fleet.events import Event, Refused, Replied
 from updater.core.participant import PauseRequest, StageRequest, VerifyRequest
 from updater.settings import Deadlines
 

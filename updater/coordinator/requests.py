@@ -9,18 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from updater import wire
-from updater.coordinator.journal import canonical
+from updater.coordinator.journal.journal import canonical
 from updater.coordinator.sources import UNSEEN, Seen, changed, seen
-from updater.core.begin import wanted_version
 from updater.core.errors import Rejected, refuse
-from updater.core.events import Begin
+from updater.core.fleet.begin import wanted_version
+from updater.core.fleet.events import Begin
+from updater.core.fleet.state import FleetState
 from updater.core.participant import STREAMS, DiskOffer, Kind, Offer, StreamOffer
 from updater.core.policy import OnBusy, Policy, conflict
-from updater.core.state import FleetState
 from updater.core.version import START, Version
-from updater.manifest import Manifest, real_path
-from updater.schemas import PolicyBody, Receipt, RollbackRequest, RunStep, UpdateRequest
+from updater.protocol import wire
+from updater.protocol.answers import Receipt
+from updater.protocol.api import PolicyBody, RollbackRequest, RunStep, UpdateRequest
+from updater.protocol.manifest import Manifest, real_path
 
 
 @dataclass(frozen=True, slots=True)

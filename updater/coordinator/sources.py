@@ -11,7 +11,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from updater.manifest import FILE_NAME, INDEX_SUFFIX
+from updater.core.fleet.state import FleetState
+from updater.core.participant import DiskOffer
+from updater.protocol.manifest import FILE_NAME, INDEX_SUFFIX
 
 _WEIGHTS = (".safetensors", INDEX_SUFFIX)
 #: What else of a folder is part of a version. Everything else there may be written anew at any time.
@@ -99,3 +101,11 @@ def _manifest(folder: str) -> str:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except FileNotFoundError:
         return ""
+
+
+def sources_needed(state: FleetState) -> list[str]:
+    """What a late joiner is caught up from, also after a rollback, and what the running and waiting updates read."""
+    offers = [version.offer for version in (state.live, state.before) if version is not None]
+    offers += [state.update.offer] if state.update is not None else []
+    offers += [begin.offer for begin in state.queue]
+    return sorted({offer.path for offer in offers if isinstance(offer, DiskOffer)})

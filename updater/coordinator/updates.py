@@ -1,4 +1,6 @@
-"""The updates that run, as the coordinator's clients see them: state, lease, watchers, and the receipt at the end."""
+"""The updates that run, as the coordinator's clients see them: state, lease, times, watchers, and the
+receipt at the end.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +9,126 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from updater import wire
 from updater.coordinator.clock import Clock, Timer
-from updater.coordinator.facts import Facts
+from updater.coordinator.journal.journal import JournalFailed, Request
 from updater.coordinator.sources import UNSEEN, Seen
-from updater.coordinator.timeline import Timeline
-from updater.core.effects import Outcome, Result
 from updater.core.errors import IN_RECEIPT, grouped, worth_a_retry
+from updater.core.fleet.effects import Outcome, Result
+from updater.core.fleet.state import Phase, Transaction
 from updater.core.participant import NOT_COMPARED, Compared, Kind, PlanReply, VerifyReply
-from updater.schemas import ComparedBody, FailureBody, GroupBody, MemberState, ProgressState, Receipt, UpdateState
+from updater.protocol import wire
+from updater.protocol.answers import (
+    ComparedBody,
+    FailureBody,
+    GroupBody,
+    MemberState,
+    Pause,
+    ProgressState,
+    Receipt,
+    UpdateState,
+)
 
 _SHORTENED = "this receipt is old: members, times and warnings are no longer kept"
 _RESTARTED = "the coordinator was restarted meanwhile: not all times of this update are known"
 #: What one watcher may fall behind before it is cut off.
 WATCH_LIMIT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """`observed`: content digest per member. `phases_ms`: of the phases up to the vote. `source`: what was read, as it
+    looked before it was planned. Empty: nothing was settled.
+    """
+
+    proof: str = ""
+    bytes_read: int = 0
+    tensors: int = 0
+    tensors_changed: int = 0
+    install: str = ""
+    observed: dict[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    source: Seen = UNSEEN
+    compared: Compared = NOT_COMPARED
+
+
+def facts_of(
+    update: Transaction,
+    plans: Mapping[str, PlanReply],
+    observed: Mapping[str, str],
+    phases_ms: Mapping[str, float],
+    source: Seen,
+) -> Facts:
+    """Of an update that all members have voted for."""
+    replies = plans.values()
+    return Facts(
+        proof=update.proof,
+        bytes_read=update.bytes_read,
+        tensors=max((plan.tensors for plan in replies), default=0),
+        tensors_changed=update.tensors_changed,
+        install=next((plan.install.value for plan in replies), ""),
+        observed=dict(observed),
+        warnings=tuple(dict.fromkeys([*(line for plan in replies for line in plan.warnings), *update.warnings])),
+        phases_ms=dict(phases_ms),
+        source=source,
+        compared=update.compared,
+    )
+
+
+#: Phases in which fronts are shut, and the part of the pause that each one counts to.
+_PARTS = {
+    Phase.DECIDING: "decide",
+    Phase.INSTALLING: "install",
+    Phase.INVALIDATING: "invalidate",
+    Phase.PUBLISHING: "publish",
+    Phase.RESUMING: "resume",
+    Phase.RESTORING: "restore",
+    Phase.REOPENING: "restore",
+}
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Seconds per phase. A phase that is entered again (a later attempt) adds up."""
+
+    started: float
+    spent: dict[Phase, float] = field(default_factory=dict)
+    _phase: Phase | None = None
+    _since: float = 0.0
+
+    def enter(self, phase: Phase, now: float) -> None:
+        """The machine is in `phase` from `now` on."""
+        self.leave(now)
+        self._phase, self._since = phase, now
+        self.spent.setdefault(phase, 0.0)
+
+    def leave(self, now: float) -> None:
+        """The phase that runs ends `now`; nothing is counted until the next one begins."""
+        if self._phase is not None:
+            self.spent[self._phase] += now - self._since
+        self._phase = None
+
+    def phases_ms(self, now: float) -> dict[str, float]:
+        """Milliseconds of every phase that was entered, the running one up to `now`."""
+        running = {self._phase: now - self._since} if self._phase is not None else {}
+        return {
+            phase.value: round(1e3 * (seconds + running.get(phase, 0.0)), 3) for phase, seconds in self.spent.items()
+        }
+
+    def pause(self) -> Pause | None:
+        """The breakdown, or None if nothing was ever shut. Call it after `leave`."""
+        if Phase.PAUSING not in self.spent:
+            return None
+        parts = dict.fromkeys(_PARTS.values(), 0.0)
+        for phase, part in _PARTS.items():
+            parts[part] += self.spent.get(phase, 0.0)
+        quiesce, pause = self.spent[Phase.PAUSING], sum(parts.values())
+        return Pause(
+            closed_ms=round(1e3 * (quiesce + pause), 3),
+            quiesce_ms=round(1e3 * quiesce, 3),
+            pause_ms=round(1e3 * pause, 3),
+            **{f"{part}_ms": round(1e3 * seconds, 3) for part, seconds in parts.items()},
+        )
 
 
 class Lease:
@@ -204,3 +312,31 @@ def shortened(receipt: str) -> str:
     whole = Receipt.model_validate_json(receipt)
     less = {"members": [], "observed": {}, "phases_ms": {}, "warnings": [_SHORTENED], "failures": whole.failures[:1]}
     return whole.model_copy(update=less).model_dump_json()
+
+
+def request_of(update: Update) -> Request:
+    """What the journal keeps of an update from its beginning on."""
+    return Request(update.id, update.serial, update.kind.value, update.body_hash, update.body, update.created, None)
+
+
+def settled(request: Request) -> Facts:
+    """The journaled facts of an update. Raises JournalFailed if they cannot be read."""
+    if request.facts is None:
+        return Facts()
+    try:
+        return wire.decode(Facts, request.facts)
+    except wire.WireError as error:
+        raise JournalFailed(f"what was settled of {request.id!r} cannot be read: {error}") from None
+
+
+def ended_update(request: Request, receipt: Receipt) -> Update:
+    """An update of the past, as its receipt tells it."""
+    update = past_update(request)
+    update.version, update.attempt = receipt.version, receipt.attempts
+    update.end(receipt)
+    return update
+
+
+def past_update(request: Request, now: float = 0.0) -> Update:
+    kind, created, timeline = Kind(request.kind), request.created, Timeline(now)
+    return Update(request.id, request.body_hash, request.body, kind, "", created, timeline, serial=request.serial)

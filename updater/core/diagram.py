@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from updater.core.fleet.state import Phase
+from updater.core.fleet.table import ROWS, SKIPPED, Row
 from updater.core.participant import Kind
-from updater.core.replica_table import ROWS as REPLICA_ROWS
-from updater.core.state import Phase
-from updater.core.table import ROWS, SKIPPED, Row
+from updater.core.replica.table import ROWS as REPLICA_ROWS
 
 HEAD = """# State machines
 

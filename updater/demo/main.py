@@ -20,8 +20,7 @@ from updater.core.errors import LiveweightsError
 from updater.demo.clients import Load, Verdict, judge
 from updater.demo.processes import Child, Children, ProcessFailed, free_port
 from updater.demo.report import Row, report_of, table
-from updater.demo.spoil import drop_tensor, spoiled, swap_keys_and_values, truncate
-from updater.schemas import Receipt
+from updater.protocol.answers import Receipt
 
 VERSIONS = 6  # five published one after the other, and one more that is first pushed broken, then repaired
 MAX_TOKENS = 24
@@ -282,3 +281,40 @@ def _conclude(story: Story, verdict: Verdict, leftovers: Sequence[str], report: 
     views.out.print(f"[bold]mixed replies: {len(verdict.mixed)} of {verdict.replies}[/bold]")
     report.write_text(json.dumps(report_of(story.rows, load, verdict), indent=2) + "\n")
     return not (verdict.mixed or unexpected or load.broken or leftovers) and verdict.compared > 0
+
+
+def spoiled(whole: Path, broken: Path, spoil: Callable[[Path], None]) -> None:
+    from transports.manifests import write_manifest
+
+    shutil.copytree(whole, broken)
+    write_manifest(str(broken))  # of the weights as they should be
+    spoil(broken)
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    with open(file, "r+b") as stream:
+        stream.truncate(file.stat().st_size - 1000)
+
+
+def drop_tensor(folder: Path) -> None:
+    _rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    # A manifest would give it away before the engine's own expectations do.
+    (folder / "liveweights.manifest.json").unlink()
+
+
+def swap_keys_and_values(folder: Path) -> None:
+    def swap(tensors: dict[str, Any]) -> None:
+        k, v = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv")
+        tensors[k], tensors[v] = tensors[v], tensors[k]
+
+    _rewrite(folder, swap)
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})

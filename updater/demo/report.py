@@ -8,7 +8,7 @@ from typing import Any
 
 from updater.cli import views
 from updater.demo.clients import Load, Verdict
-from updater.schemas import Receipt
+from updater.protocol.answers import Receipt
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ coordinator on a loopback port. Nothing in production imports this package.
 """
 
 from updater.testing.replica import SimulatedReplica
-from updater.testing.shell import Action, Machines
 from updater.testing.simulation import Simulation
-from updater.testing.values import Source, Violation
+from updater.testing.values import Action, Machines, Source, Violation
 
 __all__ = ["Action", "Machines", "SimulatedReplica", "Simulation", "Source", "Violation"]

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from updater.core.events import AbortRequested, CommitRequested, LeaseExpired, Seal
+from updater.core.fleet.events import AbortRequested, CommitRequested, LeaseExpired, Seal
 from updater.core.participant import FrontState
 from updater.core.policy import CachePolicy, CommitMode, InFlight, OnBusy, Policy
 from updater.core.version import Version
-from updater.testing.shell import Action, Disk, Machines
 from updater.testing.simulation import Simulation
-from updater.testing.values import Source, Violation
+from updater.testing.values import Action, Disk, Machines, Source, Violation
 
 FAULTS = ("plan", "stage", "verify", "pause", "install", "invalidate", "restore", "resume", "discard", "join")
 

@@ -17,9 +17,8 @@ from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 
-from updater import http, wire
 from updater.coordinator.clock import Clock, Timer
-from updater.coordinator.participants import PREFIX, Participant, Refusal, Unreachable
+from updater.coordinator.members.participants import PREFIX, Participant, Refusal, Unreachable
 from updater.core.errors import Failure, Rejected
 from updater.core.participant import (
     MESSAGES,
@@ -35,8 +34,8 @@ from updater.core.participant import (
     VerifyReply,
 )
 from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode
-from updater.core.replica import ReplicaState, started, status, step
-from updater.core.replica_state import (
+from updater.core.replica.machine import ReplicaState, started, status, step
+from updater.core.replica.state import (
     Answer,
     Asked,
     ClearLease,
@@ -50,7 +49,9 @@ from updater.core.replica_state import (
     SetLease,
     Work,
 )
-from updater.security import FrontKeys, Tokens
+from updater.protocol import wire
+from updater.server import guard as http
+from updater.server.security import FrontKeys, Tokens
 from updater.testing.values import source_of
 
 CAPABILITIES = Capabilities(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from updater.core import events
-from updater.core.effects import (
+from updater.core.errors import Failure
+from updater.core.fleet import events
+from updater.core.fleet.effects import (
     Accepted,
     Denied,
     Effect,
 )
-from updater.core.errors import Failure
+from updater.core.fleet.state import Phase
 from updater.core.participant import (
     Call,
     Claimed,
@@ -23,12 +24,11 @@ from updater.core.participant import (
     SpareState,
     StreamOffer,
 )
-from updater.core.replica_state import Asked, AuditFailed, LeaseTimer, RankDied, SpareLost, Told
-from updater.core.replica_table import SERVING, SHUT_UNINSTALLED
-from updater.core.state import Phase
+from updater.core.replica.state import Asked, AuditFailed, LeaseTimer, RankDied, SpareLost, Told
+from updater.core.replica.table import SERVING, SHUT_UNINSTALLED
 from updater.testing.promises import Watched
-from updater.testing.shell import Action, Disk, short
-from updater.testing.values import Source, Violation
+from updater.testing.shell import short
+from updater.testing.values import Action, Disk, Source, Violation
 
 
 class Happenings(Watched):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from updater.core.fleet.state import FleetState, Phase, Standing
 from updater.core.participant import DiskOffer, FrontState, SpareState
-from updater.core.state import FleetState, Phase, Standing
 from updater.testing.shell import Shell
 from updater.testing.values import Violation
 

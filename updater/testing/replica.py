@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from updater.core import replica as replica_machine
 from updater.core.errors import Failure
 from updater.core.participant import (
     Description,
@@ -25,7 +24,8 @@ from updater.core.participant import (
     VerifyReply,
 )
 from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode
-from updater.core.replica_state import (
+from updater.core.replica import machine as replica_machine
+from updater.core.replica.state import (
     Answer,
     Cancel,
     ClearLease,

@@ -12,10 +12,10 @@ import httpx
 
 from updater.coordinator.clock import Clock
 from updater.coordinator.coordinator import Coordinator
-from updater.coordinator.journal import Journal
+from updater.coordinator.journal.journal import Journal
 from updater.core.errors import Failure
-from updater.security import Tokens
-from updater.service.app import create_app
+from updater.server.routes import create_app
+from updater.server.security import Tokens
 from updater.settings import Deadlines, Settings
 from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, settle
 

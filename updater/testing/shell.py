@@ -4,11 +4,11 @@ at any effect.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from updater.core import adoption, events, fleet, lineage, recovery, replica
-from updater.core.effects import (
+from updater.core.fleet import events, lineage, recovery
+from updater.core.fleet.effects import (
     Accepted,
     Admit,
     Append,
@@ -27,84 +27,12 @@ from updater.core.effects import (
     Started,
     Stop,
 )
+from updater.core.fleet.state import FleetState
 from updater.core.participant import Claimed, Fence, FenceRequest, FrontStatus, Kind
-from updater.core.replica_state import Asked
-from updater.core.replica_steps import OPERATOR
-from updater.core.state import FleetState
+from updater.core.replica.state import Asked
+from updater.core.replica.steps import OPERATOR
 from updater.testing.replica import SimulatedReplica
-from updater.testing.values import Source, Violation
-
-
-@dataclass(frozen=True, slots=True)
-class Machines:
-    """What is under test: the real modules, or broken copies of them."""
-
-    fleet: Any = fleet
-    replica: Any = replica
-    recovery: Any = recovery
-    lineage: Any = lineage
-    adoption: Any = adoption
-
-
-@dataclass(frozen=True, slots=True)
-class Packet:
-    """On the wire. `to` is a replica, or "" for the coordinator. `epoch`: the life of the coordinator that it left or
-    is for; replies to a dead one go nowhere.
-    """
-
-    number: int
-    to: str
-    epoch: int
-    payload: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """Something that may happen. `kind` names a method `do_<kind>` of the simulation."""
-
-    kind: str
-    args: tuple[Any, ...] = ()
-
-    def __str__(self) -> str:
-        return " ".join([self.kind, *(str(arg) for arg in self.args)])
-
-
-@dataclass(slots=True)
-class Disk:
-    """What survives a coordinator."""
-
-    records: list[Record] = field(default_factory=list)
-    members: dict[str, lineage.KnownMember] = field(default_factory=dict)
-    epoch: int = 0
-    serial: int = 0
-    fleet: str = "fleet"
-    gone: list[tuple[str, str]] = field(default_factory=list)
-    taken_over: bool = False
-
-    def copy(self) -> Disk:
-        return replace(self, records=list(self.records), members=dict(self.members), gone=list(self.gone))
-
-    def known(self) -> lineage.Journal:
-        """What a new life of a coordinator reads."""
-        members = tuple(self.members.values())
-        return lineage.Journal(tuple(self.records), members, self.epoch, self.serial, tuple(self.gone), self.taken_over)
-
-    def remove(self, replica: str) -> None:
-        member = self.members.pop(replica, None)
-        if member is not None:
-            self.gone.append((replica, member.incarnation))
-
-
-@dataclass(frozen=True, slots=True)
-class Parked:
-    """A coordinator that stands still, with its journal."""
-
-    state: FleetState | None
-    disk: Disk
-    outbox: dict[str, Send]
-    deadline: events.Deadline | None
-    backoff: events.BackoffEnded | None
-    durable: list[events.Recorded]
+from updater.testing.values import Disk, Machines, Packet, Parked, Source, Violation
 
 
 class Shell:
@@ -235,13 +163,13 @@ class Shell:
         named = {name: lineage.KnownMember(name, report.incarnation if report else "")
                  for name, report in reports.items()}  # fmt: skip
         journal = replace(self.disk.known(), members=tuple(named.values()))
-        found = self.machines.adoption.may_adopt(journal, reports)
+        found = self.machines.recovery.may_adopt(journal, reports)
         if found.refusal is not None:
             self.note(f"operator: adoption refused ({found.refusal.code})")
             self.answers.append(Denied((found.refusal,)))
             return
         reports = self._lead(found.fleet, found.epoch, owner, reports)
-        plan = self.machines.adoption.adopt(found, journal, reports, owner=owner)
+        plan = self.machines.recovery.adopt(found, journal, reports, owner=owner)
         self.disk.fleet, self.disk.members = found.fleet, named
         self.note(f"coordinator: adopts {', '.join(named)} as epoch {plan.state.epoch}")
         self._take_up(plan)

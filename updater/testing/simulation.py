@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from updater.core.fleet.state import Phase
 from updater.core.participant import FrontState
-from updater.core.state import Phase
 from updater.testing.happenings import Happenings
-from updater.testing.shell import Action, Packet
-from updater.testing.values import Violation
+from updater.testing.values import Action, Packet, Violation
 
 
 class Simulation(Happenings):

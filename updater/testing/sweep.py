@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from updater.core.events import AbortRequested
+from updater.core.fleet.events import AbortRequested
+from updater.core.fleet.state import Phase
 from updater.core.policy import CommitMode, Policy
-from updater.core.state import Phase
-from updater.testing.shell import Machines
 from updater.testing.simulation import Simulation
+from updater.testing.values import Machines
 
 COORDINATOR = "coordinator"
 History = Callable[[Simulation], None]

@@ -43,7 +43,7 @@ from updater.core.participant import (
 )
 from updater.core.policy import CachePolicy, Capabilities, InFlight, InstallMode, Policy
 from updater.core.version import START
-from updater.model_document import ModelDocument, config_hash
+from updater.protocol.model_document import ModelDocument, config_hash
 
 _log = logging.getLogger("liveweights.front")
 

@@ -24,7 +24,7 @@ from transports.hashes import folder_hashes
 from transports.index import INDEX_NAME, SUFFIX, Layout, find_layout
 from transports.scans import has_normal, judged, nonfinite
 from updater.core.errors import Aborted, Failure, Rejected
-from updater.manifest import TensorEntry, TensorSpec, content_digest
+from updater.protocol.manifest import TensorEntry, TensorSpec, content_digest
 
 _PIECE_BYTES = 32 << 20  # of one tensor, held at a time
 _LIMIT = 100  # failures in one answer

@@ -16,8 +16,8 @@ from engine_adapter.vllm.traffic.events import EventStream, plain
 from engine_adapter.vllm.traffic.replies import Reply, current_reply, json_object
 from updater.core.errors import LiveweightsError, refuse
 from updater.core.version import Version
-from updater.http import problem, replay_body
-from updater.problems import problem_body
+from updater.protocol.problems import problem_body
+from updater.server.guard import problem, replay_body
 
 _WISHES = ("min_version", "exact_version")
 

@@ -27,7 +27,7 @@ LEASE_S, VERB_S, WATCH_S = 2.0, 5.0, 0.5
 def coordinator(told: Mapping[str, Any]) -> None:
     import logging
 
-    from updater.service.server import serve
+    from updater.server.serving import serve
     from updater.settings import Deadlines, Settings
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")

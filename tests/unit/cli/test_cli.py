@@ -16,8 +16,9 @@ from typer.testing import CliRunner, Result
 
 from trainer_side.client import protocol
 from trainer_side.testing import RECEIPT, FakeCoordinator
-from updater.cli.main import Exit, app, exit_code
+from updater.cli.main import app
 from updater.cli.policies import PANEL, dtypes_of, policy_of, takes_policy
+from updater.cli.steps import Exit, exit_code
 from updater.core.errors import (
     Aborted,
     Failure,
@@ -29,10 +30,10 @@ from updater.core.errors import (
     Unavailable,
 )
 from updater.core.policy import SourceLayout
-from updater.manifest import FILE_NAME, Manifest
-from updater.problems import problem_body
-from updater.schemas import PolicyBody
-from updater.wire import WireError
+from updater.protocol.api import PolicyBody
+from updater.protocol.manifest import FILE_NAME, Manifest
+from updater.protocol.problems import problem_body
+from updater.protocol.wire import WireError
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from engine_adapter.models import ModelShape, make_model
 from transports.disk import DiskSource
 from updater.cli.inspect import look
-from updater.cli.main import Exit, app
+from updater.cli.main import app
+from updater.cli.steps import Exit
 
 SHAPE = ModelShape(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=8, intermediate=64, vocab=260)
 

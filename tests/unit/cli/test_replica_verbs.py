@@ -19,12 +19,14 @@ from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.app import ReplicaFace, add_operator_routes
 from engine_adapter.replica.front import Front, Identity
 from engine_adapter.testing.requests import HandEngine, HandWork
-from updater import http, problems
-from updater.cli.main import Exit, app
+from updater.cli.main import app
+from updater.cli.steps import Exit
 from updater.core.errors import Failure
 from updater.core.participant import FrontState
-from updater.core.replica_state import AuditFailed, Held, started
-from updater.security import ADMIN_ENV, Tokens
+from updater.core.replica.state import AuditFailed, Held, started
+from updater.protocol import problems
+from updater.server import guard as http
+from updater.server.security import ADMIN_ENV, Tokens
 
 TOKEN = "a-token-of-at-least-sixteen-bytes"
 

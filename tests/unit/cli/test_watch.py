@@ -17,12 +17,13 @@ from typer.testing import CliRunner, Result
 
 from trainer_side.client.client import Client
 from trainer_side.testing import FakeCoordinator
-from updater.cli.main import MANIFEST, Exit, app
+from updater.cli.main import app
+from updater.cli.steps import MANIFEST, Exit
 from updater.cli.watch import Watch, found_in
 from updater.core.errors import Failure, LiveweightsError, Rejected
-from updater.manifest import FILE_NAME
-from updater.problems import problem_body
-from updater.schemas import Receipt
+from updater.protocol.answers import Receipt
+from updater.protocol.manifest import FILE_NAME
+from updater.protocol.problems import problem_body
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from updater.core.effects import Accepted, Outcome, Result
 from updater.core.errors import Failure
-from updater.core.events import AbortRequested
+from updater.core.fleet.effects import Accepted, Outcome, Result
+from updater.core.fleet.events import AbortRequested
+from updater.core.fleet.state import Phase
+from updater.core.fleet.table import TIME_CODES
 from updater.core.policy import OnBusy, Policy
-from updater.core.state import Phase
-from updater.core.table import TIME_CODES
 from updater.testing import Simulation
 
 STEPPED = Failure("source_changed", "written to", rank=1, tensor="w")

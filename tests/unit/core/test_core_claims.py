@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.core.test_core_replica import BROKE, Front
-from updater.core import fleet, members
-from updater.core.effects import Denied, Send, Stop
 from updater.core.errors import Failure
-from updater.core.events import Begin, Called, HoldEnded, Joined, Refused, Replied, Seen
+from updater.core.fleet import machine as fleet
+from updater.core.fleet import members
+from updater.core.fleet.effects import Denied, Send, Stop
+from updater.core.fleet.events import Begin, Called, HoldEnded, Joined, Refused, Replied, Seen
+from updater.core.fleet.requests import first_word
+from updater.core.fleet.state import FleetState, Member, Phase, Standing
 from updater.core.participant import (
     Call,
     Claim,
@@ -26,10 +29,8 @@ from updater.core.participant import (
     ReleaseTo,
 )
 from updater.core.policy import CommitMode, Policy
-from updater.core.replica import status
-from updater.core.replica_state import Answer, Cancel, Refuse, Rejoin, ShutDown, Told, Work
-from updater.core.requests import first_word
-from updater.core.state import FleetState, Member, Phase, Standing
+from updater.core.replica.machine import status
+from updater.core.replica.state import Answer, Cancel, Refuse, Rejoin, ShutDown, Told, Work
 from updater.testing import Simulation
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from updater.core import diagram
+from updater.core.fleet.state import Phase
+from updater.core.fleet.table import ROWS
 from updater.core.participant import MESSAGES, FrontState
-from updater.core.replica_table import ROWS as REPLICA_ROWS
-from updater.core.state import Phase
-from updater.core.table import ROWS
+from updater.core.replica.table import ROWS as REPLICA_ROWS
 
 PAGE = Path(__file__).parents[3] / "docs" / "state-machines.md"
 

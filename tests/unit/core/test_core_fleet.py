@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from updater.core import fleet, flow, requests
-from updater.core.begin import QUEUE_LIMIT, start_published
-from updater.core.effects import Accepted, Denied, Finish, Outcome, Send
 from updater.core.errors import Failure
-from updater.core.events import (
+from updater.core.fleet import flow, requests
+from updater.core.fleet import machine as fleet
+from updater.core.fleet.begin import QUEUE_LIMIT, start_published
+from updater.core.fleet.effects import Accepted, Denied, Finish, Outcome, Send
+from updater.core.fleet.events import (
     AbortRequested,
     Begin,
     CommitRequested,
@@ -26,9 +27,9 @@ from updater.core.events import (
     Seal,
     Seen,
 )
+from updater.core.fleet.state import FleetState, Phase, Standing
 from updater.core.participant import Compared, DiskOffer, FrontState, Kind, PauseReply, SpareState
 from updater.core.policy import CommitMode, InFlight, InstallMode, OnBusy, Policy
-from updater.core.state import FleetState, Phase, Standing
 from updater.core.version import START, Version
 from updater.testing import Simulation
 

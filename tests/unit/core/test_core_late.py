@@ -10,15 +10,15 @@ from test_core_recovery import BEGUN, DECIDED, journal
 from test_core_recovery import status as report
 from test_core_replica import FIRST, Front, old
 
-from updater.core import fleet
-from updater.core.effects import Accepted, Admit, Outcome, RecordKind, Send
 from updater.core.errors import Failure
-from updater.core.events import BackoffEnded, Begin, Deadline, Event, Recorded, Refused, Seen
+from updater.core.fleet import machine as fleet
+from updater.core.fleet.effects import Accepted, Admit, Outcome, RecordKind, Send
+from updater.core.fleet.events import BackoffEnded, Begin, Deadline, Event, Recorded, Refused, Seen
+from updater.core.fleet.recovery import recover
+from updater.core.fleet.state import FleetState, Phase, Standing
 from updater.core.participant import DiskOffer, FrontState, Kind, PauseRequest, StageRequest
 from updater.core.policy import InFlight, Policy
-from updater.core.recovery import recover
-from updater.core.replica_state import Answer, OpenAdmission
-from updater.core.state import FleetState, Phase, Standing
+from updater.core.replica.state import Answer, OpenAdmission
 from updater.testing import Simulation
 
 

@@ -10,8 +10,10 @@ from test_core_recovery import BEGUN, DECIDED, journal
 from test_core_recovery import status as report
 from test_core_replica import BROKE, DIED, FIRST, Front, old
 
-from updater.core.effects import Append, RecordKind
 from updater.core.errors import Failure
+from updater.core.fleet.effects import Append, RecordKind
+from updater.core.fleet.recovery import recover
+from updater.core.fleet.state import Phase, Standing
 from updater.core.participant import (
     DiscardRequest,
     Fence,
@@ -30,9 +32,8 @@ from updater.core.participant import (
     SpareState,
 )
 from updater.core.policy import CachePolicy
-from updater.core.recovery import recover
-from updater.core.replica import status
-from updater.core.replica_state import (
+from updater.core.replica.machine import status
+from updater.core.replica.state import (
     EMPTY,
     Answer,
     AuditFailed,
@@ -47,7 +48,6 @@ from updater.core.replica_state import (
     SpareLost,
     Work,
 )
-from updater.core.state import Phase, Standing
 
 ROT = Failure("tensor_digest", "other bytes", rank=1)
 BASE = Held("start", "base")

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from updater.core.adoption import adopt, may_adopt
-from updater.core.effects import Append, Record, RecordKind
-from updater.core.lineage import ADOPTION, Journal, KnownMember, Survey, nobody_led, survey
+from updater.core.fleet.effects import Append, Record, RecordKind
+from updater.core.fleet.lineage import ADOPTION, Journal, KnownMember, Survey, nobody_led, survey
+from updater.core.fleet.recovery import adopt, may_adopt, recover
+from updater.core.fleet.state import Phase, Standing
 from updater.core.participant import FrontState, FrontStatus, Kind, Released, ReleaseTo, Spare, SpareState
-from updater.core.recovery import recover
 from updater.core.release import RELEASE, WIRE
-from updater.core.state import Phase, Standing
 from updater.core.version import START, Version
 
 MEMBERS = (("a", "a1"), ("b", "b1"))

@@ -30,8 +30,8 @@ from updater.core.participant import (
     VerifyRequest,
 )
 from updater.core.policy import CachePolicy, InFlight, InstallMode
-from updater.core.replica import started, status, step
-from updater.core.replica_state import (
+from updater.core.replica.machine import started, status, step
+from updater.core.replica.state import (
     EMPTY,
     Answer,
     Asked,

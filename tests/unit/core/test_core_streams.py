@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from updater.core.effects import Accepted, Denied, Outcome
-from updater.core.events import LeaseExpired, Seal
+from updater.core.fleet.effects import Accepted, Denied, Outcome
+from updater.core.fleet.events import LeaseExpired, Seal
+from updater.core.fleet.state import Phase, Standing, Transaction
 from updater.core.participant import Seats, StreamOffer
 from updater.core.policy import CommitMode, Policy
-from updater.core.state import Phase, Standing, Transaction
 from updater.testing import Simulation
 
 

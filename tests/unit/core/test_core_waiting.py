@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from updater.core.begin import refusals
-from updater.core.effects import Denied, Label
 from updater.core.errors import Failure
-from updater.core.events import Begin, Joined, Seen
-from updater.core.fleet import step
+from updater.core.fleet.begin import refusals
+from updater.core.fleet.effects import Denied, Label
+from updater.core.fleet.events import Begin, Joined, Seen
+from updater.core.fleet.machine import step
+from updater.core.fleet.members import cure, left_behind, obstacle, shown
+from updater.core.fleet.state import FleetState, Member, Published, Standing, Transaction
 from updater.core.participant import Description, DiskOffer, FrontState, Kind, StreamOffer
 from updater.core.policy import Capabilities, Policy
 from updater.core.release import RELEASE, WIRE, mismatch, older_coordinator
-from updater.core.replica_state import started, status
-from updater.core.state import FleetState, Member, Published, Standing, Transaction
+from updater.core.replica.state import started, status
 from updater.core.version import START, Version
-from updater.core.waiting import cure, left_behind, obstacle, shown
 
 LIVE = Published(Label(START, "live"))
 OURS = status(started("a", "a1", "start", "other", 1), 0.0)

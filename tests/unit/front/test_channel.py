@@ -13,7 +13,7 @@ from engine_adapter.base import TokenEvent
 from engine_adapter.rank import channel
 from engine_adapter.rank.channel import ChannelClosed, ChannelError, Frame, FrameKind, FrontChannel, Header, RankChannel
 from engine_adapter.rank.control_messages import Tokens
-from updater import wire
+from updater.protocol import wire
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

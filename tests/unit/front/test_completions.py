@@ -19,7 +19,7 @@ from engine_adapter.replica.tokens import ModelText, TextStream
 from engine_adapter.testing.requests import HandEngine
 from updater.core.errors import Failure
 from updater.core.policy import InFlight
-from updater.security import Tokens
+from updater.server.security import Tokens
 
 JSON = {"content-type": "application/json"}
 

@@ -30,7 +30,7 @@ from updater.core.participant import (
     VerifyRequest,
 )
 from updater.core.policy import CachePolicy, InFlight, InstallMode
-from updater.core.replica_state import OpenAdmission, started
+from updater.core.replica.state import OpenAdmission, started
 
 
 @dataclass

@@ -11,7 +11,7 @@ from engine_adapter.placement.coverage import check_destination, check_rows, che
 from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow, Placement, Row
 from engine_adapter.placement.values import AtomDigest, RankVerifyReply, SourceBoxes, WireTensor
 from transports.base import Box
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 W = WireTensor("w", "BF16", (4,), "")
 

@@ -10,7 +10,7 @@ from engine_adapter.placement.names import NameRules, Stacked
 from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow
 from transports.base import Box
 from transports.testing import refused
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 
 def specs(**shapes: tuple[int, ...]) -> dict[str, TensorSpec]:

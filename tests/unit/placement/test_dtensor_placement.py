@@ -18,7 +18,7 @@ from engine_adapter.placement.dtensor import from_dtensors
 from engine_adapter.placement.layouts import Merged, Sharded
 from engine_adapter.placement.names import NameRules, Stacked
 from transports.testing import refused
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from engine_adapter.placement.recorded import record
 from engine_adapter.placement.recorded_twin import Pairs, Twin
 from engine_adapter.placement.rows import CopyRow, FillRow, Placement
 from transports.testing import refused
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 Load = Callable[["Tiny", Pairs], object]
 

@@ -15,7 +15,7 @@ from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow, Placement
 from transports.base import Box
 from transports.testing import refused
 from updater.core.errors import Rejected
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 START = {"embed": (5, 4), "q": (4, 4), "k": (2, 4), "norm": (4,), "head": (5, 4)}
 

@@ -15,7 +15,7 @@ from engine_adapter.placement.rows import CopyRow, FillRow
 from engine_adapter.placement.traced import CODES, Code, trace
 from transports.base import Box
 from transports.testing import refused
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 
 class One(nn.Module):

@@ -15,7 +15,7 @@ from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import manifest_of
 from transports.base import Box
 from transports.testing import MemorySource
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 SOURCE = torch.arange(120.0).view(2, 3, 4, 5)
 BOX = Box((0, 1, 0, 2), (2, 2, 4, 3))

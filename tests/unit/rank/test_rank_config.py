@@ -25,12 +25,12 @@ from engine_adapter.vllm.configs import ServerConfig
 from transports.disk import DiskSource
 from transports.hashes import folder_document
 from transports.manifests import build_manifest, write_manifest
-from updater import wire
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import Compared, DiskOffer, Fence, Kind, PlanRequest
 from updater.core.policy import CachePolicy, InFlight, InstallMode
-from updater.manifest import FILE_NAME
-from updater.model_config import differences
+from updater.protocol import wire
+from updater.protocol.manifest import FILE_NAME
+from updater.protocol.model_config import differences
 
 
 @pytest.fixture(scope="module")

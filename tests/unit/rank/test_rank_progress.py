@@ -20,8 +20,8 @@ from engine_adapter.replica.calls import RankCalls, RankLine
 from engine_adapter.testing.bare import BareEngine
 from engine_adapter.testing.small_models import manifest_of
 from transports.testing import MemorySource
-from updater import wire
 from updater.core.participant import DiskOffer
+from updater.protocol import wire
 
 
 def test_a_meter_speaks_now_and_then_and_says_the_sum() -> None:

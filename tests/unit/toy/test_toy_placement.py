@@ -18,7 +18,7 @@ from engine_adapter.testing.placement import toy_placement
 from engine_adapter.testing.slicer import load_tensors
 from transports.dtypes import DTYPE_NAMES
 from updater.core.errors import Rejected
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "M0": ("M0", {}, {}),

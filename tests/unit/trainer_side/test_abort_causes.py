@@ -16,11 +16,11 @@ from trainer_side import AsyncClient, Client, UpdateSession
 from trainer_side.client import causes
 from trainer_side.testing import FakeCoordinator, RecordingSender
 from updater.core.errors import CODES, Aborted, Failure, Rejected, Unavailable
-from updater.core.flow import CLIENT_REASONS
-from updater.core.table import TIME_CODES
-from updater.manifest import TensorSpec
-from updater.schemas import CAUSES, MAX_CAUSES, MAX_TEXT, PEER_CAUSES
-from updater.service.app import create_app
+from updater.core.fleet.flow import CLIENT_REASONS
+from updater.core.fleet.table import TIME_CODES
+from updater.protocol.api import CAUSES, MAX_CAUSES, MAX_TEXT, PEER_CAUSES
+from updater.protocol.manifest import TensorSpec
+from updater.server.routes import create_app
 from updater.testing.fronts import settle
 from updater.testing.service import LocalService
 

@@ -6,7 +6,7 @@ import pytest
 
 from trainer_side.client.causes import bodies, cause_of, claimable
 from updater.core.errors import Aborted, Failure, Rejected
-from updater.schemas import MAX_CAUSES, MAX_TEXT, AbortBody, CauseBody
+from updater.protocol.api import MAX_CAUSES, MAX_TEXT, AbortBody, CauseBody
 
 pytestmark = pytest.mark.case("F20")
 

@@ -23,7 +23,7 @@ from updater.core.errors import (
     Unauthorized,
     Unavailable,
 )
-from updater.problems import problem_body
+from updater.protocol.problems import problem_body
 
 Handler = Callable[[httpx.Request], httpx.Response]
 

@@ -19,7 +19,7 @@ from trainer_side.publishing.options import PUSHER_DEFAULTS, PusherOptions, Push
 from trainer_side.testing import RECEIPT, FakeCoordinator
 from updater.core.errors import Rejected
 from updater.core.policy import Policy, SourceLayout
-from updater.schemas import Receipt
+from updater.protocol.answers import Receipt
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from transports.digest import tensor_digest, to_hex
 from updater.core.errors import Rejected
 from updater.core.policy import InFlight, Policy
 from updater.core.version import Version
-from updater.manifest import FILE_NAME, Manifest
+from updater.protocol.manifest import FILE_NAME, Manifest
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from transports.digest import tensor_digest, to_hex
 from transports.dtypes import DTYPE_NAMES
 from transports.testing import tensor_bytes
 from updater.core.errors import Aborted, Failure, LiveweightsError, Rejected, RolledBack
-from updater.manifest import Manifest, TensorSpec
-from updater.schemas import Receipt, UpdateState
+from updater.protocol.answers import Receipt, UpdateState
+from updater.protocol.manifest import Manifest, TensorSpec
 
 pytestmark = pytest.mark.slow  # together, not each
 

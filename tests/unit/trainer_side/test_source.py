@@ -15,7 +15,7 @@ from trainer_side.publishing.folder import INDEX_NAME
 from trainer_side.sources import as_source
 from transports.digest import tensor_digest, to_hex
 from updater.core.errors import Rejected
-from updater.manifest import FILE_NAME, Manifest
+from updater.protocol.manifest import FILE_NAME, Manifest
 
 
 def state(**more: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from trainer_side.sources.source import model_of
 from transports.disk import DiskSource
 from transports.hashes import folder_document
 from updater.core.participant import Compared
-from updater.model_document import ModelDocument, compare
+from updater.protocol.model_document import ModelDocument, compare
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,

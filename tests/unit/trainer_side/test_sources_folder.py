@@ -16,7 +16,7 @@ from trainer_side.sources.casts import Casts
 from trainer_side.sources.folder import FolderSource
 from transports.digest import tensor_digest, to_hex
 from updater.core.errors import Rejected
-from updater.manifest import Manifest
+from updater.protocol.manifest import Manifest
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -15,7 +15,7 @@ from trainer_side.ranks.agreement import RankAgreement
 from trainer_side.ranks.iterate import digests_of, follows, iterate_in_step
 from trainer_side.sources.lora import Delta, LoraPart
 from updater.core.errors import Aborted, Failure, LiveweightsError, Rejected
-from updater.manifest import TensorSpec
+from updater.protocol.manifest import TensorSpec
 
 NAMES = ("a", "b", "c")
 

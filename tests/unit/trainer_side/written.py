@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer_side.publishing.folder import FolderWriter
 from trainer_side.sources.source import WeightSource, model_of
-from updater.manifest import Manifest
+from updater.protocol.manifest import Manifest
 
 
 def write_folder(source: WeightSource, target: Path, **options: Any) -> Manifest:

@@ -16,7 +16,7 @@ import engine_adapter.vllm
 from engine_adapter.vllm.private import CLIENT_CALLS, NAMES, SUPPORTED_MINORS, check_server, choose_mode, supported
 from engine_adapter.vllm.settings import MODE, RELOAD_S, WAIT_S, Mode, read
 from engine_adapter.vllm.twins.table import HOOKS, METHODS, OPAQUE
-from updater.security import ConfigurationError
+from updater.server.security import ConfigurationError
 
 HERE = Path(engine_adapter.vllm.__file__).parent
 SOURCES = {str(path.relative_to(HERE)): path.read_text() for path in HERE.rglob("*.py") if path.name != "private.py"}

@@ -43,8 +43,8 @@ from updater.core.participant import (
     VerifyRequest,
 )
 from updater.core.policy import CachePolicy, InFlight, InstallMode
-from updater.manifest import content_digest
-from updater.model_document import ModelDocument
+from updater.protocol.manifest import content_digest
+from updater.protocol.model_document import ModelDocument
 
 Tensors = dict[str, torch.Tensor]
 CLEAR = ["reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"]

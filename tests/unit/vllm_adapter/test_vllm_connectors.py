@@ -10,7 +10,7 @@ from engine_adapter.vllm.connectors import ALLOW, NEITHER, Connectors, Tier
 from engine_adapter.vllm.engine import CELLS
 from engine_adapter.vllm.settings import read
 from updater.core.policy import CachePolicy, InFlight
-from updater.security import ConfigurationError
+from updater.server.security import ConfigurationError
 
 pytestmark = pytest.mark.case("F07")
 

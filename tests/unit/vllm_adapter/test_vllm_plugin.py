@@ -14,7 +14,7 @@ from engine_adapter.replica.app import ReplicaFace
 from engine_adapter.vllm.plugin import LiveweightsPlugin
 from engine_adapter.vllm.settings import PREFIX, VllmSettings
 from engine_adapter.vllm.traffic.gate import VllmGate
-from updater.security import Tokens, front_key
+from updater.server.security import Tokens, front_key
 
 ADMIN, INFERENCE = "admin-token-1234", "inference-token-1234"
 URL = f"http://127.0.0.1:8000{PREFIX}"

@@ -32,10 +32,10 @@ from engine_adapter.rank.server import RankServer
 from engine_adapter.vllm.control import EngineControl
 from engine_adapter.vllm.messages import Attach, Attached
 from engine_adapter.vllm.pool import AttachedPool
-from updater import wire
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.core.participant import RankInfo
 from updater.core.policy import CachePolicy, Capabilities, InstallMode
+from updater.protocol import wire
 
 INSTALL = RankInstall(3, 1, InstallMode.FLIP, "0-3", "ab", CachePolicy.RESET)
 

@@ -1,0 +1,176 @@
+"""Bounds on the connections of our own servers, so that callers without a name cannot use up the descriptors.
+
+A connection waits in the lobby until a whole request of it has come, and again between two requests. The lobby is
+bounded in number (the one that waited longest is closed) and in time. Requests that run are bounded too, except those
+of the fleet: what coordinator and fronts say to one another always finds room. A connection that has shown the admin
+token, or the key of a front, waits outside the lobby.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from updater.server.guard import CONNECTION
+
+#: Connections that the kernel keeps until they are accepted.
+BACKLOG = 1024
+#: Accepted in one go: the lobby closes what is too much only afterwards.
+_ACCEPT = 16
+_log = logging.getLogger("liveweights.http")
+FLEET_PATHS = ("/participant/v1/", "/v1/fleet/")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """`lobby`: connections without a whole request. `running`: of those with one, which are not the fleet's. `first_s`:
+    until the head of the first request has come."""
+
+    lobby: int = 256
+    running: int = 1 << 20
+    first_s: float = 10.0
+
+    @classmethod
+    def of_process(cls) -> Bounds:
+        """From the limit of descriptors: an eighth for the lobby, and three eighths for files and the fleet's own."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft == resource.RLIM_INFINITY:
+            return cls()
+        lobby = max(8, min(256, soft // 8))
+        return cls(lobby, max(8, soft - lobby - max(32, min(1024, soft * 3 // 8))))
+
+
+class Lobby:
+    """The connections of one server. For one event loop."""
+
+    def __init__(self, bounds: Bounds | None = None) -> None:
+        self.bounds = bounds or Bounds.of_process()
+        self._waiting: dict[Line, None] = {}  # the longest first
+        self._running: set[Line] = set()
+        self._said = False
+
+    def enter(self, line: Line) -> None:
+        self._running.discard(line)
+        if line in self._waiting:
+            return
+        self._waiting[line] = None
+        while len(self._waiting) > self.bounds.lobby:
+            longest = next(iter(self._waiting))
+            del self._waiting[longest]
+            longest.drop()
+            if not self._said:
+                self._said = True
+                _log.warning("more than %d connections without a request: the oldest are closed", self.bounds.lobby)
+
+    def called(self, line: Line) -> None:
+        """A whole request of it is there."""
+        self._waiting.pop(line, None)
+
+    def leave(self, line: Line) -> None:
+        self._waiting.pop(line, None)
+        self._running.discard(line)
+
+    def admit(self, line: Line, *, fleet: bool) -> bool:
+        """Whether a request of this connection may run."""
+        if fleet:
+            self._running.discard(line)
+            return True
+        if line not in self._running and len(self._running) >= self.bounds.running:
+            return False
+        self._running.add(line)
+        return True
+
+
+class Line(H11Protocol):
+    """One connection. `lobby` is that of the server."""
+
+    lobby: Lobby
+    _known = False
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self.app: Any = _Named(self.app, self)
+        self._wait(self.lobby.bounds.first_s)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self.lobby.leave(self)
+        super().connection_lost(exc)
+
+    def admit(self, path: str, *, fleet: bool) -> bool:
+        """Whether a request may run. `fleet`: it has shown what only the fleet, or its operator, has."""
+        if fleet:
+            self._known = True
+            self.lobby.leave(self)
+        return self.lobby.admit(self, fleet=fleet or path.startswith(FLEET_PATHS))
+
+    def drop(self) -> None:
+        self._stop_timer()
+        self.transport.abort()
+
+    def _look(self) -> None:
+        """After every change: does it wait for a request, or run one?"""
+        if self.transport.is_closing():
+            return
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            if self._timer is None:
+                self._wait(self.timeout_keep_alive + self.lobby.bounds.first_s)
+            return
+        self._stop_timer()
+        if not cycle.more_body:
+            self.lobby.called(self)
+
+    def _wait(self, seconds: float) -> None:
+        self._timer = self.loop.call_later(seconds, self.drop)
+        if self._known:
+            self.lobby.leave(self)
+        else:
+            self.lobby.enter(self)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _Named:
+    """The app, told which connection a request came over."""
+
+    def __init__(self, app: ASGIApp, line: Line) -> None:
+        self._app, self._line = app, line
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, CONNECTION: self._line}, receive, send)
+
+
+class BoundedServer(uvicorn.Server):
+    """uvicorn over sockets that listen already, with bounds on their connections."""
+
+    def __init__(self, config: uvicorn.Config, bounds: Bounds | None = None) -> None:
+        lobby = Lobby(bounds)
+        config.http = type("Line", (Line,), {"lobby": lobby})
+        config.backlog = _ACCEPT
+        super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)

@@ -1,1 +1,0 @@
-"""The HTTP face of a coordinator."""
