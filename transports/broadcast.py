@@ -5,24 +5,25 @@ What is agreed travels as JSON over one TCP connection per receiver; only bucket
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Literal
 
-from transports.buckets import BUCKET_BYTES
+from pydantic import Field
+
 from transports.media.collective import CollectiveReceiver, CollectiveSender, MakeGroup
 from transports.stream.addresses import TcpListener, dial_tcp
-from transports.stream.messages import LONGEST_PATIENCE_S
+from transports.stream.messages import LONGEST_PATIENCE_S, PATIENCE_S, Patience
 from transports.stream.receiver import MediumHub
-from transports.stream.sender import PATIENCE_S, MediumSender
+from transports.stream.sender import MediumSender
 
 __all__ = ["BroadcastHub", "BroadcastSender"]
 
 
 class BroadcastSender(MediumSender):
     """`host`, `port`: where it listens (port 0: any free one); `advertise`: the host that receivers are given, where
-    that is another one. `backend`: "gloo", or "nccl" (experimental). `bucket_bytes`: for the caller that makes the
-    plan. `make_group`: in place of the backend's. `patience_s`, `digests`: as of `MediumSender`.
+    that is another one. `backend`: "gloo", or "nccl" (experimental). `make_group`: in place of the
+    backend's. `patience_s`, `digests`: as of `MediumSender`.
 
-    Listens at once. Raises OSError, Rejected `transport_unsupported`.
+    Listens at once. Raises Rejected `transport_unsupported`.
     """
 
     kind = "broadcast"
@@ -30,16 +31,14 @@ class BroadcastSender(MediumSender):
     def __init__(
         self,
         host: str = "127.0.0.1",
-        port: int = 0,
+        port: Annotated[int, Field(ge=0, le=65535)] = 0,
         *,
         advertise: str = "",
-        backend: Any = "gloo",
-        bucket_bytes: int = BUCKET_BYTES,
-        patience_s: float = PATIENCE_S,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        patience_s: Patience = PATIENCE_S,
         digests: bool = False,
         make_group: MakeGroup | None = None,
     ) -> None:
-        self.bucket_bytes = bucket_bytes
         medium = CollectiveSender(backend, advertise or host, min(patience_s, LONGEST_PATIENCE_S), make_group)
         super().__init__(medium, lambda: TcpListener(host, port, advertise), patience_s=patience_s, digests=digests)
 

@@ -10,8 +10,9 @@ import torch
 from transports.media.cuda import CudaDevice
 from transports.media.device_memory import Device, DeviceMemoryReceiver, DeviceMemorySender
 from transports.stream.addresses import UnixListener, dial_unix, fresh_address
+from transports.stream.messages import PATIENCE_S, Patience
 from transports.stream.receiver import MediumHub
-from transports.stream.sender import PATIENCE_S, MediumSender
+from transports.stream.sender import MediumSender
 
 __all__ = ["CudaIpcHub", "CudaIpcSender"]
 
@@ -27,7 +28,7 @@ class CudaIpcSender(MediumSender):
         self,
         *,
         device: torch.device | int | str | None = None,
-        patience_s: float = PATIENCE_S,
+        patience_s: Patience = PATIENCE_S,
         digests: bool = False,
         folder: str | None = None,
         memory: Device | None = None,

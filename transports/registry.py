@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from transports.base import Source
 from transports.disk import DiskSource
@@ -60,9 +63,16 @@ _STREAMS = {
 }
 
 
+_OPTION = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
+
 def make_sender(kind: str, **options: Any) -> StreamSender:
-    """The sender of a pushed transport. `options`: as its class takes them. Raises Rejected `transport_unsupported`."""
-    sender: StreamSender = _class(kind, 2)(**options)
+    """The sender of a pushed transport. `options`: as its class takes them. Raises Rejected `transport_unsupported`,
+    and `bad_request` for an option that the class does not take or a value that is none.
+    """
+    make = _class(kind, 2)
+    _check_options(kind, make, options)
+    sender: StreamSender = make(**options)
     return sender
 
 
@@ -79,3 +89,18 @@ def _class(kind: str, which: int) -> Any:
         return getattr(import_module(_STREAMS[kind][0]), _STREAMS[kind][which])
     except ImportError as error:
         raise refuse("transport_unsupported", f"transport {kind!r} cannot be used here: {error}") from None
+
+
+def _check_options(kind: str, make: type, options: Mapping[str, Any]) -> None:
+    """Against names and annotations of the class."""
+    kinds = get_type_hints(make.__init__, include_extras=True)  # type: ignore[misc]
+    kinds.pop("return")
+    for name, value in options.items():
+        if name not in kinds:
+            hint = f"sender_options for {kind}: {', '.join(kinds)}"
+            raise refuse("bad_request", f"{kind} takes no option {name!r}", hint=hint)
+        try:
+            TypeAdapter(kinds[name], config=_OPTION).validate_python(value)
+        except ValidationError as error:
+            why = error.errors(include_url=False)[0]["msg"]
+            raise refuse("bad_request", f"{kind}, option {name}={value!r}: {why}") from None

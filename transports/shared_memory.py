@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from transports.media.sealed_memory import SealedMemoryReceiver, SealedMemorySender
 from transports.stream.addresses import UnixListener, dial_unix, fresh_address
+from transports.stream.messages import PATIENCE_S, Patience
 from transports.stream.receiver import MediumHub
-from transports.stream.sender import PATIENCE_S, MediumSender
+from transports.stream.sender import MediumSender
 
 __all__ = ["SharedMemoryHub", "SharedMemorySender"]
 
@@ -23,7 +24,7 @@ class SharedMemorySender(MediumSender):
 
     kind = "shared_memory"
 
-    def __init__(self, *, patience_s: float = PATIENCE_S, digests: bool = False, folder: str | None = None) -> None:
+    def __init__(self, *, patience_s: Patience = PATIENCE_S, digests: bool = False, folder: str | None = None) -> None:
         medium = SealedMemorySender()
         super().__init__(medium, lambda: UnixListener(fresh_address(folder)), patience_s=patience_s, digests=digests)
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow  # together, not each
 
 def test_a_backend_that_cannot_be_had_is_refused() -> None:
     with refused("transport_unsupported"):
-        BroadcastSender(backend="carrier pigeon")
+        BroadcastSender(backend="carrier pigeon")  # type: ignore[arg-type]
     if not torch.cuda.is_available():
         with refused("transport_unsupported"):
             BroadcastSender(backend="nccl")

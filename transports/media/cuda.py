@@ -30,6 +30,8 @@ class CudaDevice:
     def refusal(self) -> str:
         if not torch.cuda.is_available():
             return "there is no CUDA device here: push by shared_memory or broadcast"
+        if not self._is_here():
+            return f"there is no CUDA device {self._wanted!r} here"
         return ADVICE if expandable_segments(_settings(), os.environ) else ""
 
     def handle_format(self) -> int:
@@ -95,6 +97,15 @@ class CudaDevice:
     def collect(self) -> None:
         if _cuda.is_initialized():
             _cuda.ipc_collect()
+
+    def _is_here(self) -> bool:
+        if self._wanted is None:
+            return True
+        try:
+            wanted = torch.device("cuda", self._wanted) if isinstance(self._wanted, int) else torch.device(self._wanted)
+        except RuntimeError:  # a name of no kind of device
+            return False
+        return wanted.type == "cuda" and (wanted.index or 0) in range(torch.cuda.device_count())
 
     def _index(self) -> int:
         """Fixed at its first use."""

@@ -14,13 +14,13 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from transports.stream.close_on_fork import close_on_fork
 from transports.stream.connection import RECEIVER_LIMIT, SENDER_LIMIT, Connection
-from updater.core.errors import Aborted, Failure
+from updater.core.errors import Aborted, Failure, refuse
 
 _LONGEST = 107
 _RETRY_S = 0.02
@@ -28,6 +28,13 @@ _RETRY_S = 0.02
 _ATTEMPT_S = 1.0
 #: What the kernel keeps for us while a sender is busy.
 _BACKLOG = 1024
+_TCP_HINT = (
+    "sender_options: host is an address of this machine (advertise: the one that receivers are given), port one that "
+    "is free; 0 takes any free one"
+)
+_UNIX_HINT = (
+    "sender_options: folder is one that exists here, may be written, and has a short path; without it none is used"
+)
 #: No descriptor or memory for another connection: what waits goes on waiting.
 _LATER = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -100,11 +107,15 @@ class _Listener:
 
 
 class TcpListener(_Listener):
-    """`port` 0: any free one. `advertise`: the host of the address, where that is another one. Raises OSError."""
+    """`port` 0: any free one. `advertise`: the host of the address, where that is another one. Raises Rejected
+    `transport_unsupported` where this machine does not let a sender listen there.
+    """
 
     def __init__(self, host: str, port: int, advertise: str = "") -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__(socket.create_server((host, port), family=family, backlog=_BACKLOG))
+        with _listening(join_address(host, port), _TCP_HINT):
+            sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        super().__init__(sock)
         self.lasting = bool(port)
         self.address = join_address(advertise or host, self._sock.getsockname()[1])
 
@@ -114,7 +125,7 @@ class TcpListener(_Listener):
 
 
 class UnixListener(_Listener):
-    """`address`: as of `fresh_address`. Raises OSError where it is taken or cannot be."""
+    """`address`: as of `fresh_address`. Raises Rejected `transport_unsupported` where it is taken or cannot be."""
 
     lasting = False
 
@@ -123,10 +134,11 @@ class UnixListener(_Listener):
         self._path = "" if address.startswith("@") else address
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.bind(_name(address))
-            if self._path:
-                os.chmod(self._path, 0o600)
-            sock.listen(_BACKLOG)
+            with _listening(address, _UNIX_HINT):
+                sock.bind(_name(address))
+                if self._path:
+                    os.chmod(self._path, 0o600)
+                sock.listen(_BACKLOG)
         except BaseException:
             sock.close()
             raise
@@ -141,6 +153,16 @@ class UnixListener(_Listener):
 
     def _admits(self, sock: socket.socket) -> bool:
         return owner_of(sock) == os.getuid()
+
+
+@contextmanager
+def _listening(address: str, hint: str) -> Iterator[None]:
+    """ValueError: a name or a number that no socket takes."""
+    try:
+        yield
+    except (OSError, ValueError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise refuse("transport_unsupported", f"a sender cannot listen at {address}: {why}", hint=hint) from None
 
 
 def dial_tcp(address: str, deadline: float, check: Callable[[], None]) -> Connection:

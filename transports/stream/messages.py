@@ -37,6 +37,8 @@ STRICT = ConfigDict(extra="forbid", strict=True)
 Count = Annotated[int, Field(ge=0)]
 Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_PATIENCE_S, allow_inf_nan=False)]
+#: Of a sender's option; more than `LONGEST_PATIENCE_S` is as much.
+Patience = Annotated[float, Field(gt=0)]
 Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=1 << 17)]
 ShortHex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=1024)]
 

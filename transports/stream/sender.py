@@ -24,8 +24,6 @@ from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
 from updater.protocol import wire
 
-__all__ = ["PATIENCE_S", "MediumSender"]
-
 
 class MediumSender:
     """A `transports.stream.StreamSender` over any `SenderMedium`.
@@ -34,7 +32,7 @@ class MediumSender:
     sender that gives no sign. `digests`: send one with every bucket, so that bytes which changed on the way are found
     there and the side is named; costs a look at every byte on both sides.
 
-    Listens at once. Raises OSError, Rejected `transport_unsupported`.
+    Listens at once. Raises Rejected `transport_unsupported`.
     """
 
     kind = ""
