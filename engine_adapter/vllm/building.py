@@ -1,4 +1,4 @@
-"""A second model beside the one that serves: what building it must not touch, and how it is tied like the first.
+"""A second model beside the one that serves: how vLLM builds it, what that must not touch, and what is recorded on it.
 
 While the engine serves no request: vLLM's current configuration and torch's default dtype are global to the process.
 """
@@ -7,13 +7,45 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import nn
+
+from engine_adapter.hosted.meta_twin import RecordedPlacements, default_dtype, meta_twin
+from updater.core.errors import Failure, Rejected
+
+
+def recorded_placements(vllm_config: Any, live_model: nn.Module) -> RecordedPlacements:
+    """`vllm_config`: of the worker; `live_model`: loaded from it, not serving yet.
+
+    Raises Rejected: `adapter_unsupported` for what one recording cannot describe (LoRA, rebalanced or dealt experts, pipeline stages, draft models),
+    `placement_refused` where there can be no twin.
+    """
+    check_supported(vllm_config)
+    twin = meta_twin(lambda: build(vllm_config), live_model)
+    state: Any = import_module("vllm.distributed")
+    rank, size = state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
+    heads = getattr(vllm_config.model_config.hf_text_config, "num_key_value_heads", 0)
+    return RecordedPlacements(
+        twin, int(rank), int(size), heads if isinstance(heads, int) else 0
+    )  # a list: not the same
+
+
+def check_supported(vllm_config: Any) -> None:
+    """Raises Rejected with every part of the configuration that a recording of this rank's model cannot describe."""
+    parallel = vllm_config.parallel_config
+    found = {
+        "LoRA: adapter layers have other names": vllm_config.lora_config is not None,
+        "speculative decoding: a draft model has weights of its own": vllm_config.speculative_config is not None,
+        "expert rebalancing (EPLB): experts move while the engine serves": parallel.enable_eplb,
+        "expert parallelism: a rank's loader drops the other ranks' experts": parallel.enable_expert_parallel,
+        "pipeline parallelism: a rank's loader drops the other stages' layers": parallel.pipeline_parallel_size > 1,
+    }
+    hint = "start vLLM without it"
+    failures = [Failure("adapter_unsupported", why, hint=hint) for why, is_on in found.items() if is_on]
+    if failures:
+        raise Rejected(*failures)
 
 
 def build(vllm_config: Any) -> Any:
@@ -31,25 +63,3 @@ def _unregistered(vllm_config: Any) -> Any:
     compilation.mode = type(compilation.mode)(0)
     config.compilation_config = compilation
     return config
-
-
-def tie_alike(module: nn.Module, live_model: nn.Module) -> None:
-    """vLLM may tie two layers after it compared what it loaded; a second model is tied without a load."""
-    first: dict[int, str] = {}
-    known = dict(module.named_parameters(remove_duplicate=False))
-    for name, parameter in live_model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
-        if other != name and name in known and other in known and known[name] is not known[other]:
-            path, _, key = name.rpartition(".")
-            module.get_submodule(path)._parameters[key] = module.get_parameter(other)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """What vLLM's layers take as their dtype while they are made."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

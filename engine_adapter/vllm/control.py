@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from engine_adapter.vllm.messages import Attached
 from updater.core.errors import Aborted, Failure
 from updater.protocol import wire
 
 _Answer = TypeVar("_Answer")
 
 
-class EngineControl:
-    """`client`: vLLM's `EngineClient`, as an endpoint plugin gets it."""
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """What a worker extension method answers through `collective_rpc`: it never raises across it."""
+
+    rank: int
+    ok: bool
+    error: str = ""
+
+
+class VllmControl:
+    """Implements `hosted.pool.EngineControl`. `client`: vLLM's `EngineClient`, as an endpoint plugin gets it."""
 
     def __init__(self, client: Any) -> None:
         self._client = client

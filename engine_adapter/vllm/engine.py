@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter, PausePoint, TokenEvent
+from engine_adapter.hosted.parameters import collect
 from engine_adapter.placement.rows import Placement
+from engine_adapter.vllm.building import recorded_placements
 from engine_adapter.vllm.configs import hf_completed, running_config, tokenizer_folder
 from engine_adapter.vllm.connectors import connectors, named
-from engine_adapter.vllm.parameters import collect
-from engine_adapter.vllm.recording import RecordedPlacements
 from engine_adapter.vllm.settings import SparePlace
 from engine_adapter.vllm.twins.layers import processed_layers
 from updater.core.errors import Failure, LiveweightsError, refuse
@@ -50,7 +50,7 @@ class VllmRankEngine:
         self.rank, self.size = spec.rank, spec.size
         self._worker = worker
         model = worker.get_model()
-        self._placements = RecordedPlacements(worker.vllm_config, model)
+        self._placements = recorded_placements(worker.vllm_config, model)
         layers = processed_layers(model, worker.vllm_config, self._placements.fresh)
         # Ours come last: a packed expert has the shape of the one that a checkpoint holds.
         self._parameters = {**collect(model), **layers.parameters}

@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from engine_adapter.hosted.pool import AttachedPool
 from engine_adapter.rank.hello import running_document
 from engine_adapter.replica.app import ReplicaFace
 from engine_adapter.replica.life import FrontLife, Membership
@@ -15,8 +16,7 @@ from engine_adapter.replica.rank_work import RankWork
 from engine_adapter.vllm import settings as settings_of
 from engine_adapter.vllm.configs import ServerConfig
 from engine_adapter.vllm.connectors import connectors
-from engine_adapter.vllm.control import EngineControl
-from engine_adapter.vllm.pool import AttachedPool
+from engine_adapter.vllm.control import VllmControl
 from engine_adapter.vllm.private import check_server, choose_mode, installed_version, model_folder
 from engine_adapter.vllm.reload.ranks import ReloadControl, ReloadRanks, make_hellos
 from engine_adapter.vllm.settings import Mode
@@ -41,7 +41,7 @@ class VllmReplica:
         tiers.check()
         for warning in tiers.warnings:
             _log.warning("%s: %s", wanted.replica, warning)
-        control = ReloadControl(client) if mode is Mode.RELOAD else EngineControl(client)
+        control = ReloadControl(client) if mode is Mode.RELOAD else VllmControl(client)
         self._control = control
         self.gate = VllmGate(control.abort, wanted.limits)
         client.generate = self.gate.gating(client.generate)
@@ -60,7 +60,7 @@ class VllmReplica:
         self._joining: asyncio.Task[bool] | None = None
 
     def _staged(
-        self, config: Any, control: EngineControl, model: Path, roots: tuple[str, ...], warnings: tuple[str, ...]
+        self, config: Any, control: VllmControl, model: Path, roots: tuple[str, ...], warnings: tuple[str, ...]
     ) -> tuple[AttachedPool, RankWork]:
         pool = AttachedPool(
             control,

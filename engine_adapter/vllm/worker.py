@@ -7,22 +7,17 @@ executor's replies out of step for good.
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
 from collections.abc import Callable
 from typing import Any
 
-from engine_adapter.rank.channel import Frame, FrameKind, RankChannel
+from engine_adapter.hosted.rank import AttachedRank, connected
+from engine_adapter.rank.channel import RankChannel
 from engine_adapter.rank.control_messages import Build
-from engine_adapter.rank.host import RankHost
+from engine_adapter.vllm.control import Attached
 from engine_adapter.vllm.engine import VllmRankEngine
-from engine_adapter.vllm.messages import Attach, Attached
 from engine_adapter.vllm.twins.layers import check_compiled
 from updater.core.errors import LiveweightsError
 from updater.protocol import wire
-
-_CONNECT_S = 30.0
 
 
 class LiveweightsWorker:
@@ -43,8 +38,9 @@ class LiveweightsWorker:
         """Connect to the front's socket and serve it from a thread of our own. A later front takes the place."""
 
         def attach() -> None:
-            served = self.liveweights_rank(_connected(address))
-            served.serve(token)
+            served = self.liveweights_rank(connected(address))
+            parallel = served.worker.vllm_config.parallel_config
+            served.serve(token, int(served.worker.rank), int(parallel.world_size))
             previous = getattr(self, "liveweights_served", None)
             if previous is not None:
                 previous.close()
@@ -57,46 +53,18 @@ class LiveweightsWorker:
         return _answer(self, lambda: self.liveweights_served.stand(number))
 
 
-class WorkerRank(RankHost[VllmRankEngine]):
+class WorkerRank(AttachedRank[VllmRankEngine]):
     """One rank under one front."""
 
     def __init__(self, worker: Any, channel: RankChannel) -> None:
         super().__init__(channel)
         self.worker = worker
-        self._channel = channel
-
-    def serve(self, token: str) -> None:
-        """Introduce this worker to the front, then answer it on a thread of our own. Raises ChannelClosed."""
-        size = int(self.worker.vllm_config.parallel_config.world_size)
-        attach = Attach(token, int(self.worker.rank), size, os.getpid())
-        self._channel.send(Frame.of(FrameKind.EVENT, 0, "attach", attach))
-        threading.Thread(target=self._serve, name="liveweights", daemon=True).start()
-
-    def _serve(self) -> None:
-        self.server.run()
-        self.close()
-
-    def close(self) -> None:
-        """The front is gone, or another one came."""
-        self.server.stop()
-        self._channel.close()
-        if self._built is not None:
-            self.agent.close()
 
     def stand(self, number: int) -> None:
         self.engine.stand(number)
 
     def make_engine(self, request: Build) -> VllmRankEngine:
         return VllmRankEngine(self.worker, request.spec)
-
-
-def _connected(address: str) -> RankChannel:
-    """Raises OSError."""
-    ours = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    ours.settimeout(_CONNECT_S)
-    ours.connect(address)
-    ours.settimeout(None)
-    return RankChannel(ours)
 
 
 def _answer(worker: Any, work: Callable[[], None]) -> dict[str, Any]:

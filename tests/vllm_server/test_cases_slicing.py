@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from engine_adapter.base import Parameter
+from engine_adapter.hosted.parameters import collect
 from engine_adapter.placement.declared import Rules
 from engine_adapter.placement.rows import Placement
 from engine_adapter.rank.messages import RankDigests, RankDiscard, RankPlan
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import manifest_of
-from engine_adapter.vllm.parameters import collect
-from engine_adapter.vllm.recording import RecordedPlacements
+from engine_adapter.vllm.building import recorded_placements
 from tests.vllm_server.models import SHAPES, Checkpoints
 from tests.vllm_server.test_recorded_placement import apart, as_rank, built, configured, tensors_of, written
 from transports.digest import tensor_digest, to_hex
@@ -74,7 +74,7 @@ class Rank(BareEngine):
         self.acts_as = rank if acts_as is None else acts_as
         with as_rank(self.acts_as, size):
             self.model = built(apart(config), start)
-            self.recorded = RecordedPlacements(config, self.model)
+            self.recorded = recorded_placements(config, self.model)
         self._collected = collect(self.model)
 
     def parameters(self) -> Mapping[str, Parameter]:

@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from engine_adapter.hosted.meta_twin import fingerprint, meta_twin
+from engine_adapter.hosted.parameters import collect
 from engine_adapter.placement.coverage import check_destination, check_rows, check_sources, source_boxes
 from engine_adapter.placement.declared import Rules, Target, declare
 from engine_adapter.placement.layouts import QKV, Experts, Layout, Merged, PaddedVocab, Sharded
@@ -24,8 +26,7 @@ from engine_adapter.placement.recorded import Start, place
 from engine_adapter.placement.recorded_twin import Pairs
 from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow, Placement, Row
 from engine_adapter.placement.values import WireTensor
-from engine_adapter.vllm.parameters import collect
-from engine_adapter.vllm.recording import RecordedPlacements, fingerprint, meta_twin
+from engine_adapter.vllm.building import build, recorded_placements
 from tests.vllm_server.models import SHAPES, Checkpoints
 from transports.dtypes import DTYPE_NAMES
 from transports.testing import refused
@@ -176,7 +177,7 @@ def test_recorded_rows_are_the_declared_ones_and_load_the_same_bytes(
     tensors, config = tensors_of(path), configured(path)
     with as_rank(rank, size):
         live = built(config, tensors.weights)
-        found = RecordedPlacements(config, live).placement(tensors.specs)
+        found = recorded_placements(config, live).placement(tensors.specs)
         made = replayed(found, tensors.weights, config)
     wanted = declare(tensors.specs, targets_of(live), declared_rules(name), rank, size)
     assert normal(found.rows) == normal(wanted.rows)
@@ -194,7 +195,7 @@ def test_the_ranks_together_hold_every_element(alone: None, checkpoints: Made, n
     for rank in range(2):
         with as_rank(rank, 2):
             live = built(apart(config))
-            found = RecordedPlacements(config, live).placement(tensors.specs)
+            found = recorded_placements(config, live).placement(tensors.specs)
         assert check_rows(found, tensors.specs, shapes_of(live)) == []
         assert check_destination(found, shapes_of(live)) == []
         boxes.append(source_boxes(found))
@@ -246,7 +247,7 @@ def test_replaying_loads_what_the_family_s_own_loader_loads(
     tensors, config = tensors_of(path), configured(path, skip_tokenizer_init=True)
     with as_rank(rank, size):
         live = built(config, tensors.weights)
-        found = RecordedPlacements(config, live).placement(tensors.specs)
+        found = recorded_placements(config, live).placement(tensors.specs)
         made = replayed(found, tensors.weights, config)
     carried = {row.target for row in found.rows if isinstance(row, CarryRow)}
     for key, parameter in live.named_parameters():
@@ -259,7 +260,7 @@ def test_parameters_that_a_loader_computes_are_refused(alone: None, tmp_path: Pa
     sizes = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 256, "state_size": 16}
     path = written("Mamba", sizes, tmp_path)
     config = configured(path, skip_tokenizer_init=True)
-    placements = RecordedPlacements(config, built(config))
+    placements = recorded_placements(config, built(config))
     with refused("placement_refused", tensors=[f"backbone.layers.{i}.mixer.A" for i in range(2)]):
         placements.placement(tensors_of(path).specs)
 
@@ -283,7 +284,7 @@ def test_the_twin_has_no_memory_and_no_part_of_the_live_model(config: Any, llama
     contents = {name: dict(module.__dict__) for name, module in modules.items()}
     bytes_before = {name: tensor.clone() for name, tensor in tensors.items()}
     registered = dict(config.compilation_config.static_forward_context)
-    twin = meta_twin(config, live)
+    twin = meta_twin(lambda: build(config), live)
     place(twin, llama.specs, 0, 1)
     assert not set(twin.module.modules()) & set(modules.values())
     assert all(entry.tensor.is_meta for entry in twin.tensors.values())
@@ -296,7 +297,7 @@ def test_the_twin_has_no_memory_and_no_part_of_the_live_model(config: Any, llama
 
 def test_another_recording_runs_on_a_thread_and_sets_no_current_configuration(config: Any, llama: Tensors) -> None:
     configs: Any = import_module("vllm.config")
-    twin = meta_twin(config, built(config))
+    twin = meta_twin(lambda: build(config), built(config))
     start = Start(llama.specs, place(twin, llama.specs, 0, 1))
     inner, seen = twin.load, []
 
@@ -313,7 +314,7 @@ def test_another_recording_runs_on_a_thread_and_sets_no_current_configuration(co
 
 
 def test_placements_are_remembered_by_names_dtypes_and_shapes(config: Any, llama: Tensors) -> None:
-    placements = RecordedPlacements(config, built(config))
+    placements = recorded_placements(config, built(config))
     first = placements.placement(llama.specs)
     assert placements.placement(dict(reversed(llama.specs.items()))) is first
     assert fingerprint(llama.specs) != fingerprint({n: replace(s, dtype="F32") for n, s in llama.specs.items()})
@@ -326,7 +327,7 @@ def test_placements_are_remembered_by_names_dtypes_and_shapes(config: Any, llama
 
 
 def test_wrong_names_are_reported_at_once(config: Any, llama: Tensors) -> None:
-    placements = RecordedPlacements(config, built(config))
+    placements = recorded_placements(config, built(config))
     placements.placement(llama.specs)
     gone, norm = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
     specs = {name: spec for name, spec in llama.specs.items() if name != gone}
@@ -339,7 +340,7 @@ def test_wrong_names_are_reported_at_once(config: Any, llama: Tensors) -> None:
 def test_a_redundant_tied_head_is_recognised(alone: None, checkpoints: Made) -> None:
     path = checkpoints("tied").first
     tensors, config = tensors_of(path), configured(path)
-    placements = RecordedPlacements(config, built(config))
+    placements = recorded_placements(config, built(config))
     first = placements.placement(tensors.specs)
     embedding = tensors.specs["model.embed_tokens.weight"]
     found = placements.placement(tensors.specs | {"lm_head.weight": replace(embedding, name="lm_head.weight")})
@@ -351,7 +352,7 @@ def test_a_redundant_tied_head_is_recognised(alone: None, checkpoints: Made) -> 
 def test_a_model_that_was_tied_after_its_load_has_a_tied_twin(config: Any, llama: Tensors) -> None:
     live: Any = built(config)
     live.lm_head.weight = live.model.embed_tokens.weight
-    assert meta_twin(config, live).tensors["model.embed_tokens.weight"].aliases == ("lm_head.weight",)
+    assert meta_twin(lambda: build(config), live).tensors["model.embed_tokens.weight"].aliases == ("lm_head.weight",)
 
 
 def test_processing_of_the_live_model_changes_no_row(alone: None, checkpoints: Made) -> None:
@@ -360,11 +361,11 @@ def test_processing_of_the_live_model_changes_no_row(alone: None, checkpoints: M
     loading: Any = import_module("vllm.model_executor.model_loader.utils")
     configs: Any = import_module("vllm.config")
     live = built(config, tensors.weights)
-    before = RecordedPlacements(config, live).placement(tensors.specs)
+    before = recorded_placements(config, live).placement(tensors.specs)
     with configs.set_current_vllm_config(config):
         loading.process_weights_after_loading(live, config.model_config, torch.device("cpu"))
     assert not live.get_parameter("model.layers.0.mlp.down_proj.weight").numel()
-    assert RecordedPlacements(config, live).placement(tensors.specs) == before
+    assert recorded_placements(config, live).placement(tensors.specs) == before
 
 
 @pytest.mark.case("F00")
@@ -377,7 +378,7 @@ def test_the_placement_has_the_targets_that_the_engine_lists(config: Any, llama:
     shapes = shapes_of(live)
     with configs.set_current_vllm_config(config):
         loading.process_weights_after_loading(live, config.model_config, torch.device("cpu"))
-    found = RecordedPlacements(config, live).placement(llama.specs)
+    found = recorded_placements(config, live).placement(llama.specs)
     packed = {name for name, parameter in live.named_parameters() if not parameter.numel()}
     assert {row.target for row in found.rows} == set(collect(live)) | packed
     assert check_destination(found, shapes) == []
@@ -399,4 +400,4 @@ def test_what_one_recording_cannot_describe_is_refused(config: Any, where: str, 
     changed.parallel_config = copy(config.parallel_config)
     object.__setattr__(getattr(changed, where) if where else changed, field, value)
     with refused("adapter_unsupported"):
-        RecordedPlacements(changed, live)
+        recorded_placements(changed, live)

@@ -21,14 +21,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from engine_adapter.base import EngineSpec, Parameter
+from engine_adapter.hosted.meta_twin import default_dtype
+from engine_adapter.hosted.parameters import collect
 from engine_adapter.rank.derived import DerivedStates
 from engine_adapter.rank.spare import Spare
 from engine_adapter.testing.bare import BareReplica
 from engine_adapter.testing.small_models import manifest_of
-from engine_adapter.vllm.building import default_dtype
+from engine_adapter.vllm.building import recorded_placements
 from engine_adapter.vllm.engine import VllmRankEngine
-from engine_adapter.vllm.parameters import collect
-from engine_adapter.vllm.recording import RecordedPlacements
 from engine_adapter.vllm.twins.layers import ProcessedLayers, check_compiled, load_start, processed_layers, twin_model
 from engine_adapter.vllm.twins.state import LayerTwin
 from engine_adapter.vllm.twins.table import METHODS, Method, qualified
@@ -501,7 +501,7 @@ def test_static_scales_of_fused_layers_are_refused_by_the_placement(
     specs = {name: TensorSpec(name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
     fused = [f"model.layers.1.{name}.input_scale" for name in ("self_attn.qkv_proj", "mlp.gate_up_proj")]
     with refused("placement_refused", tensors=fused):
-        RecordedPlacements(live.config, live.model).placement(specs)
+        recorded_placements(live.config, live.model).placement(specs)
 
 
 def _other_scheme(layer: Any) -> None:

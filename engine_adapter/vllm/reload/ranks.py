@@ -16,7 +16,7 @@ from engine_adapter.rank.hello import completed
 from engine_adapter.rank.messages import Hello
 from engine_adapter.replica.config_check import check_config
 from engine_adapter.replica.interfaces import Deadlines
-from engine_adapter.vllm.control import EngineControl
+from engine_adapter.vllm.control import VllmControl
 from engine_adapter.vllm.reload.source import Content
 from engine_adapter.vllm.reload.staging import FrontStaging, Planned
 from engine_adapter.vllm.traffic.gate import VllmGate
@@ -61,7 +61,7 @@ def capabilities(notes: tuple[str, ...] = ()) -> Capabilities:
     return Capabilities(cells=_CELLS, install=(InstallMode.NONE,), transports=("disk",), notes=(*notes, *WARNINGS))
 
 
-class ReloadControl(EngineControl):
+class ReloadControl(VllmControl):
     """Of workers that have no extension."""
 
     async def reload(self, folder: str, deadline_s: float) -> None:

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from engine_adapter.base import Derived, Parameter
-from engine_adapter.vllm.building import build, default_dtype, tie_alike
+from engine_adapter.hosted.meta_twin import default_dtype, tie_alike
+from engine_adapter.vllm.building import build
 from engine_adapter.vllm.twins.equal import is_code
 from engine_adapter.vllm.twins.layer import ProcessedLayer
 from engine_adapter.vllm.twins.state import attributes_of

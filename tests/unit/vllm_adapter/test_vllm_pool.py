@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from engine_adapter.hosted.pool import Attach, AttachedPool
 from engine_adapter.rank.channel import ChannelClosed, Frame, FrameKind, RankChannel
 from engine_adapter.rank.control_messages import Label, Staged
 from engine_adapter.rank.messages import (
@@ -29,9 +30,7 @@ from engine_adapter.rank.messages import (
     RankResume,
 )
 from engine_adapter.rank.server import RankServer
-from engine_adapter.vllm.control import EngineControl
-from engine_adapter.vllm.messages import Attach, Attached
-from engine_adapter.vllm.pool import AttachedPool
+from engine_adapter.vllm.control import Attached, VllmControl
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.core.participant import RankInfo
 from updater.core.policy import CachePolicy, Capabilities, InstallMode
@@ -161,7 +160,7 @@ def run(main: Callable[[World], Awaitable[None]], size: int = 2, **client: Any) 
 
         made = Client([Rank(number, size, log) for number in range(size)], log, **client)
         pool = AttachedPool(
-            EngineControl(made),
+            VllmControl(made),
             "/model",
             size,
             on_death=deaths.append,

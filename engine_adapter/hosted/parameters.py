@@ -1,4 +1,4 @@
-"""The tensors of a vLLM model that a checkpoint feeds, and how to make the forward pass read another one."""
+"""The tensors of an engine's model that a checkpoint feeds, and how to make the forward pass read another one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine_adapter.base import Parameter
 
 def collect(model: nn.Module) -> dict[str, Parameter]:
     """Name -> parameter, in the module tree's order; ties once, under the first name. Non-persistent buffers (rotary
-    tables) are computed, not fed; empty tensors stand for packed ones and are left to `twins`."""
+    tables) are computed, not fed; empty tensors stand for packed ones and are left to the adapter."""
     names: dict[int, list[str]] = {}
     holders: dict[int, list[tuple[nn.Module, str, torch.Tensor]]] = {}
     for name, module, key, tensor in _fed(model):
@@ -38,7 +38,7 @@ def _fed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]
 
 
 def _rebinder(holders: list[tuple[nn.Module, str, torch.Tensor]]) -> Callable[[torch.Tensor], None]:
-    """The parameter objects stay (vLLM's loaders and kernels hold them); the storage behind them changes."""
+    """The parameter objects stay (loaders and kernels hold them); the storage behind them changes."""
     tensors: list[Any] = list({id(tensor): tensor for _, _, tensor in holders}.values())
 
     def rebind(tensor: torch.Tensor) -> None:

@@ -1,7 +1,8 @@
-"""vLLM's workers as the ranks of a replica: each connects to the front's Unix socket and speaks the rank protocol.
+"""Workers of a foreign server as the ranks of a replica: each connects to the front's Unix socket and speaks the rank
+protocol.
 
-Verbs that stop, label, clear or let go the engine are done by the engine client beside the ranks (`control`); all
-others go to the ranks alone. A worker's death is learned from the kernel, which closes its socket.
+Verbs that stop, label, clear or let go the engine are done by `EngineControl` beside the ranks; all others go to the
+ranks alone. A worker's death is learned from the kernel, which closes its socket.
 """
 
 from __future__ import annotations
@@ -15,22 +16,53 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from engine_adapter.base import EngineSpec
 from engine_adapter.rank.channel import ChannelClosed, ChannelError, FrontChannel
 from engine_adapter.rank.control_messages import Staged
 from engine_adapter.rank.messages import CacheTier, Hello, RankInvalidate, RankInvalidateReply
 from engine_adapter.replica.calls import RankCalls, RankLine
-from engine_adapter.vllm.control import EngineControl
-from engine_adapter.vllm.messages import Attach
 from updater.core.errors import Aborted, Failure
 from updater.core.policy import CachePolicy
 from updater.protocol import wire
 
-_FACTORY = "engine_adapter.vllm.engine:VllmRankEngine"
 _HELLO_S = 30.0
+
+
+class EngineControl(Protocol):
+    """The engine as a whole, through its own server. Each raises Aborted."""
+
+    async def attach(self, address: str, token: str, deadline_s: float) -> None:
+        """Every worker connects to `address` and shows `token`."""
+
+    async def pause(self, number: int, deadline_s: float) -> bool:
+        """The scheduler stops between two steps, and every rank notes where it stands. False, and nothing was touched:
+        the engine sleeps, or another caller has paused it.
+        """
+
+    async def resume(self, deadline_s: float) -> None:
+        """Let the engine go on, if it was stopped here."""
+
+    async def label(self, version: str, deadline_s: float) -> None:
+        """Tokens made from here on carry `version`."""
+
+    async def reset_caches(self, deadline_s: float) -> dict[str, bool]:
+        """While paused: every tier -> really empty."""
+
+    async def reset_encodings(self, deadline_s: float) -> dict[str, bool]:
+        """The tiers whose keys name an input alone, so that no namespace keeps versions apart in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """First frame of a worker on the front's socket. `token`: what the front told it by the engine's own channel."""
+
+    token: str
+    rank: int
+    size: int
+    pid: int
 
 
 class AttachedPool(RankCalls):
@@ -61,7 +93,7 @@ class AttachedPool(RankCalls):
         self.lines.extend(lines)
         self._readers = [asyncio.create_task(self._read(line), name=f"rank {line.rank}") for line in lines]
         spec = EngineSpec(0, self._size, self._model, "", self._options)
-        return await self.build(_FACTORY, spec, deadline_s=deadline_s)
+        return await self.build("", spec, deadline_s=deadline_s)
 
     async def _attached(self, deadline_s: float) -> list[RankLine]:
         token = secrets.token_hex(32)
@@ -136,7 +168,7 @@ class AttachedPool(RankCalls):
         return [replace(replies[0], tiers=replies[0].tiers + tiers), *replies[1:]]
 
     async def stop(self) -> None:
-        """Let the workers go; vLLM ends them."""
+        """Let the workers go; their own server ends them."""
         self.stopping = True
         for line in self.lines:
             line.channel.close()

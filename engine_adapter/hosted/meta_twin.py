@@ -1,17 +1,17 @@
-"""Placement inside a vLLM worker: recorded from vLLM's own loaders on a private twin of the model.
+"""Placement inside a worker: recorded from the engine's own loaders on a private twin of the model.
 
 The twin is built once, at join, on the meta device: it holds no memory, shares no module with the live model and is
-registered nowhere. Only that build sets vLLM's current configuration, which is global to the process; recording for
-another checkpoint later runs on any thread while the engine serves and touches the twin alone.
+registered nowhere. Recording for another checkpoint later runs on any thread while the engine serves and touches the
+twin alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from engine_adapter.placement.recorded import Start, place
 from engine_adapter.placement.recorded_twin import Twin
 from engine_adapter.placement.rows import Placement
-from engine_adapter.vllm.building import build, tie_alike
 from updater.core.errors import Failure, Rejected
 from updater.protocol.manifest import TensorSpec
 
@@ -31,19 +30,11 @@ _KEPT = 8  # placements of other specs than the start's
 class RecordedPlacements:
     """Placements of one rank. The first specs asked for are those of the checkpoint that the engine started on.
 
-    `vllm_config`: of the worker; `live_model`: loaded from it, not serving yet. Raises Rejected: `adapter_unsupported`
-    for what one recording cannot describe (LoRA, rebalanced or dealt experts, pipeline stages, draft models),
-    `placement_refused` if building the twin changed the live model.
+    `kv_heads`: of every layer; 0 where they are not the same everywhere.
     """
 
-    def __init__(self, vllm_config: Any, live_model: nn.Module) -> None:
-        check_supported(vllm_config)
-        self._twin = meta_twin(vllm_config, live_model)
-        state: Any = import_module("vllm.distributed")
-        self.rank = int(state.get_tensor_model_parallel_rank())
-        self.size = int(state.get_tensor_model_parallel_world_size())
-        heads = getattr(vllm_config.model_config.hf_text_config, "num_key_value_heads", 0)
-        self._kv_heads = heads if isinstance(heads, int) else 0  # a list: not the same in every layer
+    def __init__(self, twin: Twin, rank: int, size: int, kv_heads: int = 0) -> None:
+        self._twin, self.rank, self.size, self._kv_heads = twin, rank, size, kv_heads
         self._start: Start | None = None
         self._placements: dict[str, Placement] = {}
         self._lock = threading.Lock()
@@ -84,29 +75,15 @@ def fingerprint(specs: Mapping[str, TensorSpec]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def check_supported(vllm_config: Any) -> None:
-    """Raises Rejected with every part of the configuration that a recording of this rank's model cannot describe."""
-    parallel = vllm_config.parallel_config
-    found = {
-        "LoRA: adapter layers have other names": vllm_config.lora_config is not None,
-        "speculative decoding: a draft model has weights of its own": vllm_config.speculative_config is not None,
-        "expert rebalancing (EPLB): experts move while the engine serves": parallel.enable_eplb,
-        "expert parallelism: a rank's loader drops the other ranks' experts": parallel.enable_expert_parallel,
-        "pipeline parallelism: a rank's loader drops the other stages' layers": parallel.pipeline_parallel_size > 1,
-    }
-    hint = "start vLLM without it"
-    failures = [Failure("adapter_unsupported", why, hint=hint) for why, is_on in found.items() if is_on]
-    if failures:
-        raise Rejected(*failures)
-
-
-def meta_twin(vllm_config: Any, live_model: nn.Module) -> Twin:
+def meta_twin(build: Callable[[], Any], live_model: nn.Module) -> Twin:
     """A second model on meta, tied as the live one is. Call on the thread that loaded it, before it serves.
 
-    Quantisation is kept: a quantised checkpoint feeds the parameters of quantised layers.
+    `build`: makes a module like the live one, with `load_weights`, on the device that torch is set to. Quantisation is
+    kept: a quantised checkpoint feeds the parameters of quantised layers. Raises Rejected (`placement_refused`) where
+    none can be built, or where building it changed the live model.
     """
     before = _entries(live_model)
-    module = _built(vllm_config)
+    module = _built(build)
     _part(module, live_model)
     tie_alike(module, live_model)
     _drop_memory(module)
@@ -115,7 +92,7 @@ def meta_twin(vllm_config: Any, live_model: nn.Module) -> Twin:
     return Twin(module, module.load_weights)
 
 
-def _built(vllm_config: Any) -> Any:
+def _built(build: Callable[[], Any]) -> Any:
     """On meta; a constructor that reads values of what it makes (slopes of ALiBi) gets real tables, and empty weights
     on meta. Raises Rejected if that cannot be either.
     """
@@ -123,7 +100,7 @@ def _built(vllm_config: Any) -> Any:
     for where in (torch.device("meta"), _EmptyOnMeta()):
         try:
             with where:
-                return build(vllm_config)
+                return build()
         except RuntimeError as raised:  # NotImplementedError: values on meta
             error = raised
     raise Rejected(Failure("placement_refused", f"no twin of this model can be built: {error}"))
@@ -136,8 +113,19 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **({**(kwargs or {}), "device": "meta"} if func is torch.empty else kwargs or {}))
 
 
+def tie_alike(module: nn.Module, live_model: nn.Module) -> None:
+    """An engine may tie two layers after it compared what it loaded; a second model is tied without a load."""
+    first: dict[int, str] = {}
+    known = dict(module.named_parameters(remove_duplicate=False))
+    for name, parameter in live_model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if other != name and name in known and other in known and known[name] is not known[other]:
+            path, _, key = name.rpartition(".")
+            module.get_submodule(path)._parameters[key] = module.get_parameter(other)
+
+
 def _part(module: nn.Module, live_model: nn.Module) -> None:
-    """vLLM hands out one rotary table to all layers that ask for the same: an empty module in its place."""
+    """An engine may hand out one rotary table to all layers that ask for the same: an empty module in its place."""
     live = {id(each) for each in live_model.modules()}
     for owner in [each for each in module.modules() if id(each) not in live]:
         for key, child in owner._modules.items():
@@ -170,3 +158,14 @@ def _entries(model: nn.Module) -> dict[str, dict[str, int]]:
         }
         for name, module in model.named_modules()
     }
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What an engine's layers take as their dtype while they are made."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
