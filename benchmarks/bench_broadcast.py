@@ -23,7 +23,7 @@ from transports.broadcast import BroadcastHub, BroadcastSender
 from transports.buckets import BUCKET_BYTES, StreamPlan
 from transports.media.gloo import GlooGroup
 from transports.scatter import Scatter
-from transports.stream_testing import seats_for, send_all, targets_of
+from transports.testing.transfer import seats_for, send_all, targets_of
 from updater.core.participant import StreamOffer
 from updater.protocol import wire
 from updater.protocol.manifest import TensorSpec

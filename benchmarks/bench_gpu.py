@@ -29,11 +29,11 @@ from transports.base import Box, Read
 from transports.buckets import BUCKET_BYTES, StreamPlan
 from transports.cuda_ipc import CudaIpcHub, CudaIpcSender
 from transports.digest import tensor_digest
-from transports.disk import DiskSource
+from transports.disk.source import DiskSource
 from transports.media.testing import FakeDevice
 from transports.stream import StreamSource
-from transports.stream_testing import manifest_of, offer_of, seats_for, specs_of
 from transports.testing import write_checkpoint
+from transports.testing.transfer import manifest_of, offer_of, seats_for, specs_of
 from updater.core.participant import StreamOffer
 from updater.core.policy import InstallMode
 from updater.protocol import wire

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.common import Report, best_of
 from engine_adapter.base import Parameter
-from engine_adapter.placement.declared import Rules
+from engine_adapter.placement.declared.rules import Rules
 from engine_adapter.rank.exchange import one_thread
 from engine_adapter.rank.spare import Spare
 from engine_adapter.testing.bare import BareEngine, BareReplica

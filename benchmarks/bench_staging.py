@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.common import Report, best_of
 from transports.base import Box, Read
-from transports.disk import DiskSource
-from transports.reader import ReaderOptions
+from transports.disk.reader import ReaderOptions
+from transports.disk.source import DiskSource
 from transports.scans import has_normal, nonfinite
 from transports.testing import write_sharded
 

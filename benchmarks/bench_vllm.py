@@ -16,7 +16,7 @@ from benchmarks.bench_pause import Publisher, parts
 from benchmarks.big_models import make_big
 from benchmarks.common import Report
 from benchmarks.fleets import Fleet, vllm_fleet
-from transports.manifests import write_manifest
+from transports.disk.manifests import write_manifest
 
 #: Of one pause by exchange, beside the copies: what a pause of nothing costs (the goal allows 30 ms).
 ALLOWED_MS = 30.0

@@ -13,9 +13,9 @@ from benchmarks.bench_staging import bare_staging, ranges
 from benchmarks.measuring_engine import CHUNKS, ROUNDS, exchange_plainly
 from engine_adapter.vllm.worker import LiveweightsWorker
 from transports.base import Box, Read
-from transports.disk import DiskSource
+from transports.disk.reader import ReaderOptions
+from transports.disk.source import DiskSource
 from transports.dtypes import TORCH_DTYPES
-from transports.reader import ReaderOptions
 
 
 class MeasuringWorker(LiveweightsWorker):

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 
 from transports.base import Read
 from transports.digest import add, region_digest, to_hex
-from transports.disk import DiskSource
-from transports.manifests import slabs
+from transports.disk.manifests import slabs
+from transports.disk.source import DiskSource
 from transports.scans import has_normal, judged, nonfinite
 from updater.protocol.manifest import TensorSpec
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from transports.base import Source
-from transports.disk import DiskSource
+from transports.disk.source import DiskSource
 from transports.stream import StreamReceiver, StreamSender, StreamSource
 from updater.core.errors import refuse
 from updater.core.participant import DiskOffer, Offer, StreamOffer

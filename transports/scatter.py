@@ -12,8 +12,8 @@ import torch
 from transports.base import Read
 from transports.buckets import Chunk
 from transports.digest import add, region_digest
+from transports.disk.targets import Landing, landing
 from transports.dtypes import TORCH_DTYPES, byte_shape, is_packed
-from transports.targets import Landing, landing
 from updater.core.errors import Aborted, Failure
 from updater.protocol.manifest import TensorSpec
 

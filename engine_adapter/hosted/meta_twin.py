@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from engine_adapter.placement.recorded import Start, place
-from engine_adapter.placement.recorded_twin import Twin
+from engine_adapter.placement.recorded.record import Start, place
+from engine_adapter.placement.recorded.twin import Twin
 from engine_adapter.placement.rows import Placement
 from updater.core.errors import Failure, Rejected
 from updater.protocol.manifest import TensorSpec

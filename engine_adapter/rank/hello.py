@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from engine_adapter.base import EngineSpec, KnowsConfig, RankEngine
 from engine_adapter.rank.messages import Hello
-from transports.hashes import folder_document
+from transports.disk.hashes import folder_document
 from updater.core.errors import Rejected, refuse
 from updater.core.participant import RankInfo
 from updater.protocol.model_config import config_part, quantisation_part

@@ -18,7 +18,7 @@ from engine_adapter.placement.values import SourceBoxes, WireTensor
 from engine_adapter.rank.hello import completed
 from engine_adapter.rank.messages import RankPlan, RankPlanReply
 from transports.base import Box, Source
-from transports.disk import DiskSource, source_document
+from transports.disk.source import DiskSource, source_document
 from transports.dtypes import DTYPE_NAMES
 from transports.stream import StreamSource
 from updater.core.errors import Failure, Rejected

@@ -6,11 +6,11 @@ pass. May import torch, safetensors and the rest of `engine_adapter`; nothing he
 """
 
 from engine_adapter.model_files import write_shards
-from engine_adapter.testing.checkpoint import make_toy_checkpoint, toy_tensors
-from engine_adapter.testing.config import FIXTURES, ToyConfig, ToyOptions, fixture_config
-from engine_adapter.testing.engine import ToyEngine, build_toy
-from engine_adapter.testing.reference import NarrowMargin, Reference, reference_generate
-from engine_adapter.testing.slicer import expected_digests, expected_parameters
+from engine_adapter.testing.toy.checkpoint import make_toy_checkpoint, toy_tensors
+from engine_adapter.testing.toy.config import FIXTURES, ToyConfig, ToyOptions, fixture_config
+from engine_adapter.testing.toy.engine import ToyEngine, build_toy
+from engine_adapter.testing.toy.reference import NarrowMargin, Reference, reference_generate
+from engine_adapter.testing.toy.slicer import expected_digests, expected_parameters
 
 __all__ = [
     "FIXTURES",

@@ -15,7 +15,7 @@ import torch
 from engine_adapter.base import Derived, GenerateRequest, Parameter, PausePoint, TokenEvent
 from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
-from engine_adapter.placement.declared import Rules, declare, targets_of
+from engine_adapter.placement.declared.rules import Rules, declare, targets_of
 from engine_adapter.placement.rows import Placement
 from engine_adapter.placement.values import WireTensor
 from engine_adapter.rank.agent import RankAgent

@@ -18,9 +18,9 @@ import torch
 from engine_adapter.rank.messages import RankDigests
 from engine_adapter.replica.launch import ENGINES, FrontSettings, Replica
 from engine_adapter.replica.life import STANDALONE
-from engine_adapter.testing.checkpoint import make_toy_checkpoint
-from engine_adapter.testing.pace import steps_held
-from engine_adapter.testing.reference import Reference
+from engine_adapter.testing.toy.checkpoint import make_toy_checkpoint
+from engine_adapter.testing.toy.pace import steps_held
+from engine_adapter.testing.toy.reference import Reference
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import (
     MESSAGES,

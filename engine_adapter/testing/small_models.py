@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from engine_adapter.placement.declared import Rules
-from engine_adapter.placement.layouts import QKV, Experts, Merged, PaddedVocab, Sharded
-from engine_adapter.placement.names import NameRules, Stacked
+from engine_adapter.placement.declared.layouts import QKV, Experts, Merged, PaddedVocab, Sharded
+from engine_adapter.placement.declared.names import NameRules, Stacked
+from engine_adapter.placement.declared.rules import Rules
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from transports.digest import tensor_digest, to_hex
 from transports.dtypes import DTYPE_NAMES

@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import Any
 
 from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter, PausePoint, TokenEvent
-from engine_adapter.placement.declared import declare, targets_of
-from engine_adapter.placement.dtensor import from_dtensors
+from engine_adapter.placement.declared.dtensor import from_dtensors
+from engine_adapter.placement.declared.rules import declare, targets_of
 from engine_adapter.placement.rows import Placement
 from engine_adapter.transformers.batching import SCHEDULER, Hooks, Manager
 from engine_adapter.transformers.families import rules_of

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_adapter.placement.declared import Rules
-from engine_adapter.placement.layouts import Experts, Heads, Layout, Merged, Sharded
-from engine_adapter.placement.names import NameRules, Stacked
+from engine_adapter.placement.declared.layouts import Experts, Heads, Layout, Merged, Sharded
+from engine_adapter.placement.declared.names import NameRules, Stacked
+from engine_adapter.placement.declared.rules import Rules
 
 DENSE = frozenset({"llama", "qwen2", "qwen3", "mistral"})
 

@@ -19,8 +19,8 @@ from updater.core.errors import Failure, Rejected
 def recorded_placements(vllm_config: Any, live_model: nn.Module) -> RecordedPlacements:
     """`vllm_config`: of the worker; `live_model`: loaded from it, not serving yet.
 
-    Raises Rejected: `adapter_unsupported` for what one recording cannot describe (LoRA, rebalanced or dealt experts, pipeline stages, draft models),
-    `placement_refused` where there can be no twin.
+    Raises Rejected: `adapter_unsupported` for what one recording cannot describe (LoRA, rebalanced or dealt experts,
+    pipeline stages, draft models), `placement_refused` where there can be no twin.
     """
     check_supported(vllm_config)
     twin = meta_twin(lambda: build(vllm_config), live_model)

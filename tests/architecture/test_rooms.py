@@ -30,7 +30,7 @@ CROWDED = {
     "transports/stream": 3,
 }
 #: Modules longer than the limit.
-LONG = {"transports.stream_contract"}
+LONG = {"transports.testing.stream_contract"}
 #: Small modules with one importer that stay: each is a seam, a page of values, or the only place of a heavy import.
 SEAMS = {
     "engine_adapter.transformers.requests",

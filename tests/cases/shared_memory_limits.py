@@ -15,7 +15,7 @@ from transports.media.sealed_memory import SealedMemoryReceiver
 from transports.shared_memory import SharedMemoryHub, SharedMemorySender
 from transports.stream.connection import RECEIVER_LIMIT, SENDER_LIMIT, Connection
 from transports.stream.messages import Buffers, FileBuffer
-from transports.stream_testing import Transfer
+from transports.testing.transfer import Transfer
 from updater.core.errors import LiveweightsError
 
 

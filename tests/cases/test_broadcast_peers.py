@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from transports.broadcast import BroadcastHub, BroadcastSender
-from transports.contract import digests, noise
 from transports.media.gloo import GlooGroup
 from transports.stream import StreamSender
-from transports.stream_testing import Receiving, Transfer, manifest_of, offer_of, seats_for, specs_of
+from transports.testing.source_contract import digests, noise
+from transports.testing.transfer import Receiving, Transfer, manifest_of, offer_of, seats_for, specs_of
 from updater.core.errors import LiveweightsError
 
 pytestmark = pytest.mark.slow  # together, not each

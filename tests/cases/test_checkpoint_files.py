@@ -20,15 +20,14 @@ import pytest
 import torch
 
 from transports.base import Box, Read, Source
-from transports.contract import digests, fetch, noise
 from transports.digest import tensor_digest, to_hex
-from transports.disk import DiskSource
-from transports.index import find_layout
-from transports.inspect import inspect
-from transports.manifests import build_manifest, save_manifest, verify_manifest, write_manifest
-from transports.reader import ReaderOptions
-from transports.requests import Limits
-from transports.safetensors_header import HEADER_LIMIT
+from transports.disk.header import HEADER_LIMIT
+from transports.disk.index import find_layout
+from transports.disk.io_plan import Limits
+from transports.disk.manifests import build_manifest, save_manifest, verify_manifest, write_manifest
+from transports.disk.reader import ReaderOptions
+from transports.disk.report import inspect
+from transports.disk.source import DiskSource
 from transports.testing import (
     HandMadeFile,
     LyingSource,
@@ -40,6 +39,7 @@ from transports.testing import (
     write_index,
     write_sharded,
 )
+from transports.testing.source_contract import digests, fetch, noise
 from updater.coordinator.requests import resolved
 from updater.core.errors import LiveweightsError
 from updater.protocol.manifest import DTYPE_BITS

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine_adapter.placement.declared import Rules
-from engine_adapter.placement.layouts import Merged
-from engine_adapter.placement.names import NameRules
+from engine_adapter.placement.declared.layouts import Merged
+from engine_adapter.placement.declared.names import NameRules
+from engine_adapter.placement.declared.rules import Rules
 from engine_adapter.rank.messages import RankPlan, RankStatus
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import (

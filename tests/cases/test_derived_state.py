@@ -21,8 +21,8 @@ from engine_adapter.rank.messages import (
     RankVerify,
 )
 from engine_adapter.testing import build_toy, expected_digests, make_toy_checkpoint, reference_generate
-from engine_adapter.testing.config import ToyOptions
 from engine_adapter.testing.harness import Replica
+from engine_adapter.testing.toy.config import ToyOptions
 from updater.core.participant import DiskOffer
 from updater.core.policy import CachePolicy, InstallMode
 

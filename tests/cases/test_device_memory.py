@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from transports.buckets import StreamPlan
-from transports.contract import digests, noise
 from transports.cuda_ipc import CudaIpcHub, CudaIpcSender
 from transports.media.device_memory import (
     EXPANDABLE,
@@ -26,9 +25,10 @@ from transports.media.device_memory import (
 )
 from transports.media.testing import FakeDevice
 from transports.stream.messages import Buffers, DeviceBuffer, Hello, Ready, decode, encode
-from transports.stream.testing import ScriptedReceiver, ScriptedSender
-from transports.stream_testing import Receiving, Transfer, manifest_of, seats_for, specs_of
 from transports.testing import refused
+from transports.testing.source_contract import digests, noise
+from transports.testing.stream_ends import ScriptedReceiver, ScriptedSender
+from transports.testing.transfer import Receiving, Transfer, manifest_of, seats_for, specs_of
 from updater.core.errors import Aborted
 from updater.core.participant import StreamOffer
 from updater.protocol import wire

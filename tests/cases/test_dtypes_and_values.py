@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from engine_adapter.base import Derived
-from engine_adapter.placement.declared import Rules
+from engine_adapter.placement.declared.rules import Rules
 from engine_adapter.rank.agent import RankAgent
 from engine_adapter.rank.messages import RankPlan, RankStatus
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import Tensors, checkpoint, holds, manifest_of, replica, sliced
 from transports.base import Source
-from transports.disk import DiskSource
+from transports.disk.source import DiskSource
 from transports.testing import LyingSource, MemorySource, PoisonSource, refused, write_checkpoint, write_sharded
 from updater.core.errors import LiveweightsError
 from updater.core.participant import DiskOffer

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine_adapter.placement.declared import Rules, declare, targets_of
+from engine_adapter.placement.declared.layouts import Merged
+from engine_adapter.placement.declared.names import NameRules, Stacked
+from engine_adapter.placement.declared.rules import Rules, declare, targets_of
 from engine_adapter.placement.fusion import FusionError, fusion_of
-from engine_adapter.placement.layouts import Merged
-from engine_adapter.placement.names import NameRules, Stacked
 from engine_adapter.rank.messages import RankDiscard, RankPlan
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import (

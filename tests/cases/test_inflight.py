@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine_adapter.testing.fronts import PROMPT, HandCoordinator, Stage, code_of, toy_stage
-from engine_adapter.testing.reference import NarrowMargin
+from engine_adapter.testing.toy.reference import NarrowMargin
 from updater.core.errors import LiveweightsError
 from updater.core.participant import FrontState, FrontStatus
 from updater.core.policy import CachePolicy, InFlight

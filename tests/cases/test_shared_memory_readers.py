@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from transports.base import Box, Read
 from transports.buckets import Bucket, Chunk, StreamPlan
-from transports.contract import digests, noise
 from transports.digest import tensor_digest
 from transports.media import memfd
 from transports.shared_memory import SharedMemoryHub, SharedMemorySender
-from transports.stream_testing import Transfer, seats_for
 from transports.testing import refused
+from transports.testing.source_contract import digests, noise
+from transports.testing.transfer import Transfer, seats_for
 from updater.core.errors import Aborted
 
 #: What a reused buffer holds while no process may look at it.

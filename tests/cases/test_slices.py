@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_adapter.placement.declared import Rules, Target, declare
-from engine_adapter.placement.layouts import QKV, Heads, Layout, Merged, PaddedVocab, Sharded
-from engine_adapter.placement.names import NameRules, Stacked
+from engine_adapter.placement.declared.layouts import QKV, Heads, Layout, Merged, PaddedVocab, Sharded
+from engine_adapter.placement.declared.names import NameRules, Stacked
+from engine_adapter.placement.declared.rules import Rules, Target, declare
 from engine_adapter.placement.rows import Placement
 from engine_adapter.rank.messages import RankDigests
 from engine_adapter.testing.bare import BareEngine, BareReplica

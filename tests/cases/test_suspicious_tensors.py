@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_adapter.placement.declared import Rules
+from engine_adapter.placement.declared.rules import Rules
 from engine_adapter.placement.suspicious import judge, suspects
 from engine_adapter.placement.values import BlankTensor, RankVerifyReply, WireTensor
 from engine_adapter.testing.bare import BareEngine, BareReplica

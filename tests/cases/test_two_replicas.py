@@ -36,9 +36,9 @@ from engine_adapter.testing import (
     toy_tensors,
     write_shards,
 )
-from engine_adapter.testing.pace import steps_held
+from engine_adapter.testing.toy.pace import steps_held
 from tests.cases.live_fleet import HANG_S, PROMPT, TOKENS, LiveFleet, View, free_port, live_fleet
-from transports.manifests import write_manifest
+from transports.disk.manifests import write_manifest
 from transports.testing import HandMadeFile, shard_name
 from updater.core.participant import FrontState, SpareState
 

@@ -22,7 +22,7 @@ from transports.digest import tensor_digest, to_hex
 from transports.media.memfd import NAME
 from transports.registry import make_hub, make_sender
 from transports.stream import StreamReceiver, StreamSource
-from transports.stream_testing import manifest_of, send_all, specs_of, targets_of
+from transports.testing.transfer import manifest_of, send_all, specs_of, targets_of
 from updater.core.errors import LiveweightsError
 from updater.core.participant import StreamOffer
 from updater.protocol import wire

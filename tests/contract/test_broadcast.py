@@ -10,12 +10,12 @@ import torch
 
 from transports.broadcast import BroadcastHub, BroadcastSender
 from transports.buckets import Chunk
-from transports.contract import noise
 from transports.media.gloo import GlooGroup
 from transports.media.nccl import refuse_shared_devices
 from transports.media.work import Work
-from transports.stream_testing import HeldSender, Transfer, seats_for
 from transports.testing import refused
+from transports.testing.source_contract import noise
+from transports.testing.transfer import HeldSender, Transfer, seats_for
 from updater.core.participant import StreamOffer
 
 pytestmark = pytest.mark.slow  # together, not each

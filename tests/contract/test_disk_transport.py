@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from transports.disk import DiskSource
-from transports.reader import ReaderOptions
-from transports.requests import Limits
+from transports.disk.io_plan import Limits
+from transports.disk.reader import ReaderOptions
+from transports.disk.source import DiskSource
 from transports.testing import StoredContract, shard_name, write_checkpoint, write_index, write_sharded
 
 

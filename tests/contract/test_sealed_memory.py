@@ -18,15 +18,15 @@ import pytest
 import torch
 
 from transports.buckets import StreamPlan
-from transports.contract import digests, noise
 from transports.media import memfd
 from transports.shared_memory import SharedMemoryHub, SharedMemorySender
 from transports.stream.addresses import UnixListener, dial_unix
 from transports.stream.connection import Connection, ConnectionClosed, wait
 from transports.stream.messages import Buffers, Close, FileBuffer, Go, Ready
-from transports.stream.testing import ScriptedSender
-from transports.stream_testing import Receiving, Transfer, manifest_of, seats_for, specs_of
 from transports.testing import refused
+from transports.testing.source_contract import digests, noise
+from transports.testing.stream_ends import ScriptedSender
+from transports.testing.transfer import Receiving, Transfer, manifest_of, seats_for, specs_of
 from updater.core.errors import Aborted, LiveweightsError
 from updater.core.participant import StreamOffer
 

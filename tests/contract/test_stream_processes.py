@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.standing import stand_still
-from transports.stream_testing import seats_for
+from transports.testing.transfer import seats_for
 from updater.protocol import wire
 
 pytestmark = pytest.mark.engine

@@ -17,7 +17,6 @@ import torch
 
 from transports.broadcast import BroadcastHub, BroadcastSender
 from transports.buckets import StreamPlan
-from transports.contract import digests, noise
 from transports.media import memfd
 from transports.media.sealed_memory import SealedMemoryReceiver
 from transports.shared_memory import SharedMemoryHub, SharedMemorySender
@@ -26,8 +25,10 @@ from transports.stream.connection import RECEIVER_LIMIT, SENDER_LIMIT, Connectio
 from transports.stream.messages import Answer, Buffers, Close, End, FileBuffer, Go, Key, Ready, encode
 from transports.stream.receiver import MediumHub
 from transports.stream.sender import MediumSender
-from transports.stream.testing import ScriptedReceiver, ScriptedSender
-from transports.stream_testing import (
+from transports.testing import refused
+from transports.testing.source_contract import digests, noise
+from transports.testing.stream_ends import ScriptedReceiver, ScriptedSender
+from transports.testing.transfer import (
     HeldSender,
     Receiving,
     Transfer,
@@ -36,7 +37,6 @@ from transports.stream_testing import (
     seats_for,
     specs_of,
 )
-from transports.testing import refused
 from updater.core.errors import Aborted, LiveweightsError
 from updater.core.participant import StreamOffer
 from updater.core.release import RELEASE

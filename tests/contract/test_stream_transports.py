@@ -8,7 +8,7 @@ from transports.broadcast import BroadcastHub, BroadcastSender
 from transports.cuda_ipc import CudaIpcHub, CudaIpcSender
 from transports.media.testing import FakeDevice
 from transports.shared_memory import SharedMemoryHub, SharedMemorySender
-from transports.stream_contract import StreamContract
+from transports.testing.stream_contract import StreamContract
 
 pytestmark = pytest.mark.slow  # together, not each
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine_adapter.testing.checkpoint import make_toy_checkpoint
+from engine_adapter.testing.toy.checkpoint import make_toy_checkpoint
 from tests.cases.live_fleet import HANG_S, LiveFleet, free_port
 from trainer_side import Client, Pusher, UpdateSession
 from trainer_side.sources import as_source

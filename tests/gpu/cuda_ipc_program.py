@@ -21,7 +21,7 @@ from transports.digest import tensor_digest, to_hex
 from transports.dtypes import TORCH_DTYPES
 from transports.media.testing import FakeDevice
 from transports.stream import StreamSource
-from transports.stream_testing import manifest_of
+from transports.testing.transfer import manifest_of
 from updater.core.errors import LiveweightsError
 from updater.core.participant import StreamOffer
 from updater.protocol import wire

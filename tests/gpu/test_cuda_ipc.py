@@ -21,12 +21,12 @@ import pytest
 import torch
 
 from transports.buckets import StreamPlan
-from transports.contract import noise, samples
 from transports.cuda_ipc import CudaIpcSender
 from transports.digest import tensor_digest, to_hex
 from transports.dtypes import carrier
 from transports.media.testing import FakeDevice
-from transports.stream_testing import offer_of, seats_for, send_all, specs_of
+from transports.testing.source_contract import noise, samples
+from transports.testing.transfer import offer_of, seats_for, send_all, specs_of
 from updater.core.errors import Aborted
 from updater.protocol import wire
 

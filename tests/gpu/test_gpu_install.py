@@ -20,13 +20,13 @@ from engine_adapter.rank.spare import Spare
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import Tensors, checkpoint, rules, sliced
 from transports.base import Box, Read
-from transports.contract import noise
 from transports.digest import add, region_digest, tensor_digest, to_hex
-from transports.disk import DiskSource
+from transports.disk.manifests import write_manifest
+from transports.disk.source import DiskSource
 from transports.dtypes import DTYPE_NAMES, TORCH_DTYPES, carrier
-from transports.manifests import write_manifest
 from transports.scans import is_zero, nonfinite
 from transports.testing import refused, write_sharded
+from transports.testing.source_contract import noise
 from updater.core.policy import InstallMode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from engine_adapter.base import EngineSpec
 from engine_adapter.transformers.engine import build
-from transports.disk import DiskSource
+from transports.disk.source import DiskSource
 from updater.core.errors import LiveweightsError
 
 

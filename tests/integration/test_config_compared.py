@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from engine_adapter.models import make_versions
 from engine_adapter.replica.launch import ENGINES
-from engine_adapter.testing.checkpoint import make_toy_checkpoint
+from engine_adapter.testing.toy.checkpoint import make_toy_checkpoint
 from tests.cases.live_fleet import LiveFleet, live_fleet
 from trainer_side import Pusher, push
-from transports.manifests import write_manifest
+from transports.disk.manifests import write_manifest
 from updater.cli.main import app
 from updater.core.errors import Rejected
 

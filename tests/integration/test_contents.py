@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from engine_adapter.model_files import write_shards
-from engine_adapter.testing.checkpoint import make_toy_checkpoint
-from engine_adapter.testing.slicer import expected_digests
+from engine_adapter.testing.toy.checkpoint import make_toy_checkpoint
+from engine_adapter.testing.toy.slicer import expected_digests
 from tests.cases.live_fleet import LiveFleet, live_fleet
 from trainer_side import push
 from updater.cli.main import app

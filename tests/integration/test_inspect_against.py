@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from engine_adapter.models import make_versions
 from engine_adapter.replica.launch import ENGINES
 from tests.cases.live_fleet import LiveFleet, live_fleet
-from transports.manifests import write_manifest
+from transports.disk.manifests import write_manifest
 from updater.cli.main import app
 from updater.cli.steps import Exit
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from engine_adapter.testing.checkpoint import make_toy_checkpoint
+from engine_adapter.testing.toy.checkpoint import make_toy_checkpoint
 from tests.cases.live_fleet import LiveFleet, live_fleet
 from trainer_side import Client
 

@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from engine_adapter.testing.checkpoint import make_toy_checkpoint
-from engine_adapter.testing.reference import Reference
+from engine_adapter.testing.toy.checkpoint import make_toy_checkpoint
+from engine_adapter.testing.toy.reference import Reference
 from tests.cases.live_fleet import PROMPT, TOKENS, LiveFleet, View, live_fleet
 from tests.standing import stand_still
 from trainer_side import Client, Hooks, Pusher, UpdateSession

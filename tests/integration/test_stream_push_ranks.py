@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.testing.checkpoint import make_toy_checkpoint
+from engine_adapter.testing.toy.checkpoint import make_toy_checkpoint
 from tests.cases.live_fleet import LiveFleet, live_fleet
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

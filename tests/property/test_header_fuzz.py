@@ -15,8 +15,8 @@ from contextlib import suppress
 import pytest
 from mutations import mutated
 
-from transports.index import parse_index
-from transports.safetensors_header import PREFIX, check_header
+from transports.disk.header import PREFIX, check_header
+from transports.disk.index import parse_index
 from updater.core.errors import LiveweightsError
 
 SOAK = os.environ.get("LIVEWEIGHTS_EXAMPLES") == "soak"

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from engine_adapter.placement.atoms import combine, make_cuts
 from engine_adapter.placement.boxes import first_overlap
-from engine_adapter.placement.declared import Rules, Target, declare
-from engine_adapter.placement.layouts import QKV, Experts, Heads, Layout, Merged, PaddedVocab, Sharded
-from engine_adapter.placement.names import NameRules, Stacked
+from engine_adapter.placement.declared.layouts import QKV, Experts, Heads, Layout, Merged, PaddedVocab, Sharded
+from engine_adapter.placement.declared.names import NameRules, Stacked
+from engine_adapter.placement.declared.rules import Rules, Target, declare
 from engine_adapter.placement.regions import source_region, target_region
 from engine_adapter.placement.rows import CopyRow, FillRow, Placement
 from engine_adapter.rank.messages import RankPlan, RankStage, RankVerify

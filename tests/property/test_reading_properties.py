@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from transports.base import Box, Read
-from transports.disk import DiskSource
+from transports.disk.io_plan import Limits
+from transports.disk.reader import ReaderOptions
+from transports.disk.source import DiskSource
 from transports.dtypes import DTYPE_NAMES, TORCH_DTYPES, carrier, itemsize
-from transports.reader import ReaderOptions
-from transports.requests import Limits
 from transports.testing import write_checkpoint
 
 NAMES = sorted(name for name in TORCH_DTYPES if name != "F4")

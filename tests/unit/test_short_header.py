@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from transports.safetensors_header import check_header
+from transports.disk.header import check_header
 from updater.core.errors import Rejected
 
 TENSOR = {"t": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}

@@ -7,7 +7,7 @@ import pytest
 from transports.stream.connection import ConnectionClosed
 from transports.stream.failures import FailureAttribution, named
 from transports.stream.messages import Answer, Close, Message
-from transports.stream_testing import seats_for
+from transports.testing.transfer import seats_for
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
 from updater.protocol import wire

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transports.hashes import FolderHashes, folder_hashes
+from transports.disk.hashes import FolderHashes, folder_hashes
 from transports.testing import refused
 
 CONFIG = {"hidden_size": 16, "text_config": {"layers": 2, "dtype": "bfloat16"}, "dtype": "bfloat16"}

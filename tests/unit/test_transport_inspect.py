@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from transports.disk import DiskSource
-from transports.inspect import RankReport, inspect
-from transports.manifests import write_manifest
+from transports.disk.manifests import write_manifest
+from transports.disk.report import RankReport, inspect
+from transports.disk.source import DiskSource
 from transports.testing import HandMadeFile, shard_name, write_checkpoint, write_sharded
 from updater.core.errors import refuse
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from transports.base import Box, Read
-from transports.disk import DiskSource
-from transports.reader import ReaderOptions, fill
-from transports.requests import Limits, Place
+from transports.disk.io_plan import Limits, Place
+from transports.disk.reader import ReaderOptions, fill
+from transports.disk.source import DiskSource
 from transports.testing import refused, write_checkpoint
 from updater.protocol.manifest import TensorSpec
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from transports.base import Box, Cancelled, Read
 from transports.buckets import ALIGN, SMALLEST_BUCKET, Bucket, Chunk, StreamPlan
-from transports.contract import digests, noise
 from transports.digest import tensor_digest
 from transports.dtypes import DTYPE_NAMES, TORCH_DTYPES, byte_shape, is_packed, itemsize
 from transports.scatter import Scatter
 from transports.stream import StreamSource, pack
-from transports.stream_testing import manifest_of, specs_of, targets_of
 from transports.testing import refused
+from transports.testing.source_contract import digests, noise
+from transports.testing.transfer import manifest_of, specs_of, targets_of
 from updater.protocol import wire
 from updater.protocol.manifest import DTYPE_BITS, TensorSpec
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from engine_adapter.base import Parameter
 from engine_adapter.hosted.parameters import collect
-from engine_adapter.placement.declared import Rules
+from engine_adapter.placement.declared.rules import Rules
 from engine_adapter.placement.rows import Placement
 from engine_adapter.rank.messages import RankDigests, RankDiscard, RankPlan
 from engine_adapter.testing.bare import BareEngine, BareReplica

@@ -19,11 +19,11 @@ from torch import nn
 from engine_adapter.hosted.meta_twin import fingerprint, meta_twin
 from engine_adapter.hosted.parameters import collect
 from engine_adapter.placement.coverage import check_destination, check_rows, check_sources, source_boxes
-from engine_adapter.placement.declared import Rules, Target, declare
-from engine_adapter.placement.layouts import QKV, Experts, Layout, Merged, PaddedVocab, Sharded
-from engine_adapter.placement.names import NameRules, Stacked
-from engine_adapter.placement.recorded import Start, place
-from engine_adapter.placement.recorded_twin import Pairs
+from engine_adapter.placement.declared.layouts import QKV, Experts, Layout, Merged, PaddedVocab, Sharded
+from engine_adapter.placement.declared.names import NameRules, Stacked
+from engine_adapter.placement.declared.rules import Rules, Target, declare
+from engine_adapter.placement.recorded.record import Start, place
+from engine_adapter.placement.recorded.twin import Pairs
 from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow, Placement, Row
 from engine_adapter.placement.values import WireTensor
 from engine_adapter.vllm.building import build, recorded_placements

@@ -29,7 +29,7 @@ from engine_adapter.vllm.settings import COORDINATOR, MODE, REPLICA, ROOTS, WAIT
 from tests.vllm_server.fleet import Fleet, coordinator, until
 from tests.vllm_server.models import PROMPTS, Checkpoints
 from tests.vllm_server.server import VllmServer, serve
-from transports.manifests import write_manifest
+from transports.disk.manifests import write_manifest
 
 COUNT = 48
 _SPEC = find_spec("vllm")

@@ -16,7 +16,7 @@ from trainer_side.publishing.disk import CheckpointDirectory, DiskPush
 from trainer_side.publishing.options import DIRECTORY_ENV, PusherOptions
 from trainer_side.publishing.publish import PushBackend, StreamPush
 from trainer_side.sources.source import WeightSource, model_of
-from transports.hashes import folder_document
+from transports.disk.hashes import folder_document
 from transports.registry import make_sender
 from transports.stream import StreamSender
 from updater.core.errors import refuse

@@ -20,7 +20,7 @@ import torch
 from trainer_side.client.packing import check_tensor
 from trainer_side.client.request import Progress, silent
 from transports.digest import tensor_digest, to_hex
-from transports.hashes import folder_document, folder_hashes
+from transports.disk.hashes import folder_document, folder_hashes
 from updater.core.errors import refuse
 from updater.protocol.manifest import FILE_NAME, Manifest, TensorEntry, TensorSpec
 from updater.protocol.model_document import ModelDocument, known

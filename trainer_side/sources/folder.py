@@ -14,7 +14,7 @@ from trainer_side.sources.casts import Casts, cast
 from trainer_side.sources.parts import PartsSource
 from transports.base import Box, Read
 from transports.digest import from_hex
-from transports.disk import DiskSource
+from transports.disk.source import DiskSource
 from transports.dtypes import TORCH_DTYPES, byte_shape, is_packed
 from updater.core.errors import Aborted, Rejected
 from updater.protocol.manifest import TensorSpec
@@ -40,7 +40,7 @@ class FolderSource(PartsSource):
         group: ProcessGroup | None = None,
         sender_rank: int = 0,
     ) -> None:
-        """Reads headers and the manifest, no tensor. Raises as `transports.disk.DiskSource.open`."""
+        """Reads headers and the manifest, no tensor. Raises as `transports.disk.source.DiskSource.open`."""
         disk = DiskSource.open(os.fspath(path), roots)
         self.close = weakref.finalize(self, disk.close)  # before anything below may fail
         manifest = disk.manifest

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from trainer_side.client.client import Client
 from transports.contents import Content, contents
-from transports.disk import DiskSource
+from transports.disk.source import DiskSource
 from updater.cli import views
 from updater.core.errors import Failure, LiveweightsError, Unauthorized, Unavailable, grouped, told
 from updater.protocol import wire

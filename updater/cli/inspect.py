@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from engine_adapter.placement.declared import Rules, Target, declare
-from engine_adapter.placement.layouts import Heads, Layout, Sharded
+from engine_adapter.placement.declared.layouts import Heads, Layout, Sharded
+from engine_adapter.placement.declared.rules import Rules, Target, declare
 from engine_adapter.placement.rows import CopyRow, Placement
 from engine_adapter.transformers.families import DENSE, rules_of
 from trainer_side.client.client import Client
 from transports.base import Read
-from transports.disk import DiskSource
+from transports.disk.report import RankReport, Report, inspect
+from transports.disk.source import DiskSource
 from transports.dtypes import TORCH_DTYPES
-from transports.inspect import RankReport, Report, inspect
 from updater.cli import against as compared
 from updater.cli import views
 from updater.core.errors import refuse

@@ -124,7 +124,7 @@ def finish(receipt: Receipt, as_json: bool) -> None:
 
 
 def write_manifest(directory: Path, layouts: Sequence[tuple[str, SourceLayout]] = ()) -> Any:
-    from transports import manifests
+    from transports.disk import manifests
 
     def write(told: Callable[[int], None]) -> Any:
         return manifests.write_manifest(str(directory), told, layouts=layouts)
@@ -133,7 +133,7 @@ def write_manifest(directory: Path, layouts: Sequence[tuple[str, SourceLayout]] 
 
 
 def check_manifest(directory: Path) -> Any:
-    from transports import manifests
+    from transports.disk import manifests
 
     return _with_bar(directory, "comparing", lambda told: manifests.verify_manifest(str(directory), told))
 

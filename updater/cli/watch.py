@@ -181,7 +181,7 @@ class Watch:
 
     def _settled(self, path: Path, signature: Signature, settle_s: float) -> bool:
         """Unchanged for long enough, and as its index says."""
-        from transports.inspect import inspect
+        from transports.disk.report import inspect
 
         before, since = self._seen.get(path, (None, 0.0))
         if before != signature:

@@ -284,7 +284,7 @@ def _conclude(story: Story, verdict: Verdict, leftovers: Sequence[str], report: 
 
 
 def spoiled(whole: Path, broken: Path, spoil: Callable[[Path], None]) -> None:
-    from transports.manifests import write_manifest
+    from transports.disk.manifests import write_manifest
 
     shutil.copytree(whole, broken)
     write_manifest(str(broken))  # of the weights as they should be

@@ -18,10 +18,10 @@ from engine_adapter.placement.regions import pieces
 from engine_adapter.rank.replay import Stop
 from transports.base import Box, Cancelled, Read
 from transports.digest import add, region_digest, to_hex
-from transports.disk import DiskSource
+from transports.disk.hashes import folder_hashes
+from transports.disk.index import INDEX_NAME, SUFFIX, Layout, find_layout
+from transports.disk.source import DiskSource
 from transports.dtypes import TORCH_DTYPES, byte_shape, is_packed
-from transports.hashes import folder_hashes
-from transports.index import INDEX_NAME, SUFFIX, Layout, find_layout
 from transports.scans import has_normal, judged, nonfinite
 from updater.core.errors import Aborted, Failure, Rejected
 from updater.protocol.manifest import TensorEntry, TensorSpec, content_digest

@@ -19,7 +19,7 @@ from engine_adapter.vllm.reload.source import (
     read_content,
     stored_specs,
 )
-from transports.disk import DiskSource
+from transports.disk.source import DiskSource
 from updater.core.errors import Aborted, Failure, Rejected
 from updater.core.participant import DiskOffer, PlanRequest, Progress
 

@@ -55,7 +55,7 @@ class Stand:
 def make_stand(engine: str, folder: Path) -> Stand:
     torch.set_num_threads(1)
     made = {"toy": _toy, "embedded": _embedded, "vllm": _vllm}[engine](folder)
-    from transports.manifests import write_manifest
+    from transports.disk.manifests import write_manifest
 
     for checkpoint in made.checkpoints:
         write_manifest(str(checkpoint), lambda _bytes: None)
@@ -63,8 +63,8 @@ def make_stand(engine: str, folder: Path) -> Stand:
 
 
 def _toy(folder: Path) -> Stand:
-    from engine_adapter.testing.checkpoint import make_toy_checkpoint
-    from engine_adapter.testing.reference import MARGIN, Reference
+    from engine_adapter.testing.toy.checkpoint import make_toy_checkpoint
+    from engine_adapter.testing.toy.reference import MARGIN, Reference
 
     checkpoints = tuple(make_toy_checkpoint(folder / f"c{i}", seed=_FIRST_SEED + i) for i in range(COUNT))
     prompts = tuple((5, 6, 7, 8, 9, 10, ending) for ending in range(20, 25))

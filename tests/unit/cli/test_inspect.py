@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine_adapter.models import ModelShape, make_model
-from transports.disk import DiskSource
+from transports.disk.source import DiskSource
 from updater.cli.inspect import look
 from updater.cli.main import app
 from updater.cli.steps import Exit

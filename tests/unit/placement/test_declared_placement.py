@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine_adapter.placement.declared import Rules, Target, analyse, declare
-from engine_adapter.placement.layouts import QKV, Experts, Heads, Layout, Merged, PaddedVocab, Sharded
-from engine_adapter.placement.names import NameRules, Stacked
+from engine_adapter.placement.declared.layouts import QKV, Experts, Heads, Layout, Merged, PaddedVocab, Sharded
+from engine_adapter.placement.declared.names import NameRules, Stacked
+from engine_adapter.placement.declared.rules import Rules, Target, analyse, declare
 from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow
 from transports.base import Box
 from transports.testing import refused

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from engine_adapter.placement.declared import Rules, Target, declare
-from engine_adapter.placement.dtensor import from_dtensors
-from engine_adapter.placement.layouts import Merged, Sharded
-from engine_adapter.placement.names import NameRules, Stacked
+from engine_adapter.placement.declared.dtensor import from_dtensors
+from engine_adapter.placement.declared.layouts import Merged, Sharded
+from engine_adapter.placement.declared.names import NameRules, Stacked
+from engine_adapter.placement.declared.rules import Rules, Target, declare
 from transports.testing import refused
 from updater.protocol.manifest import TensorSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_adapter.placement.names import Mapper, NameRules, Shard, Stacked, nearest
+from engine_adapter.placement.declared.names import Mapper, NameRules, Shard, Stacked, nearest
 
 
 def mapped(rules: NameRules, name: str) -> tuple[str | None, tuple[Shard, ...]]:

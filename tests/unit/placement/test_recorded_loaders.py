@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine_adapter.placement.recorded import place as place_on
-from engine_adapter.placement.recorded import record
-from engine_adapter.placement.recorded_twin import Pairs, Twin
+from engine_adapter.placement.recorded.record import place as place_on
+from engine_adapter.placement.recorded.record import record
+from engine_adapter.placement.recorded.twin import Pairs, Twin
 from engine_adapter.placement.rows import CopyRow, FillRow, Placement
 from transports.testing import refused
 from updater.protocol.manifest import TensorSpec

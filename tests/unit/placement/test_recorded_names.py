@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from engine_adapter.placement.coverage import check_destination, check_rows
-from engine_adapter.placement.recorded import Start, place, record
-from engine_adapter.placement.recorded_twin import Pairs, Twin
+from engine_adapter.placement.recorded.record import Start, place, record
+from engine_adapter.placement.recorded.twin import Pairs, Twin
 from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow, Placement
 from transports.base import Box
 from transports.testing import refused

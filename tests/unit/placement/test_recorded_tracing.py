@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from engine_adapter.placement.recorded_affine import UNWRITTEN, Part, affine_parts, constant_class
-from engine_adapter.placement.recorded_twin import Pairs, Twin
-from engine_adapter.placement.recorded_views import NotBoxes, Strided, boxes_of, pieces_of
+from engine_adapter.placement.recorded.affine import UNWRITTEN, Part, affine_parts, constant_class
+from engine_adapter.placement.recorded.traced import CODES, Code, trace
+from engine_adapter.placement.recorded.twin import Pairs, Twin
+from engine_adapter.placement.recorded.views import NotBoxes, Strided, boxes_of, pieces_of
 from engine_adapter.placement.rows import CopyRow, FillRow
-from engine_adapter.placement.traced import CODES, Code, trace
 from transports.base import Box
 from transports.testing import refused
 from updater.protocol.manifest import TensorSpec

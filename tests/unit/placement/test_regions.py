@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from engine_adapter.placement.declared import Rules
+from engine_adapter.placement.declared.rules import Rules
 from engine_adapter.placement.regions import blocks, source_region, target_region
 from engine_adapter.placement.rows import CopyRow, Placement
 from engine_adapter.testing.bare import BareEngine, BareReplica

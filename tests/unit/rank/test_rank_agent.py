@@ -13,7 +13,7 @@ import torch
 
 from engine_adapter.base import Derived
 from engine_adapter.placement.atoms import make_cuts
-from engine_adapter.placement.declared import Rules, Target, declare
+from engine_adapter.placement.declared.rules import Rules, Target, declare
 from engine_adapter.placement.rows import CopyRow, Placement
 from engine_adapter.rank.agent import STAGING_VERBS, RankAgent
 from engine_adapter.rank.derived import DerivedStates
@@ -739,7 +739,7 @@ def test_a_cell_that_this_rank_holds_in_part_is_refused() -> None:
 
 
 def _first_half(specs: Any) -> Any:
-    from engine_adapter.placement.layouts import Sharded
+    from engine_adapter.placement.declared.layouts import Sharded
 
     return declare(specs, {"w": Target((2, 4))}, Rules(layouts=(("w", Sharded(0)),)), 0, 2)
 

@@ -19,12 +19,12 @@ from engine_adapter.rank.plan import make_plan
 from engine_adapter.rank.replay import Stop
 from engine_adapter.replica.config_check import check_config
 from engine_adapter.testing import build_toy
-from engine_adapter.testing.checkpoint import make_toy_checkpoint
-from engine_adapter.testing.engine import ToyEngine
+from engine_adapter.testing.toy.checkpoint import make_toy_checkpoint
+from engine_adapter.testing.toy.engine import ToyEngine
 from engine_adapter.vllm.configs import ServerConfig
-from transports.disk import DiskSource
-from transports.hashes import folder_document
-from transports.manifests import build_manifest, write_manifest
+from transports.disk.hashes import folder_document
+from transports.disk.manifests import build_manifest, write_manifest
+from transports.disk.source import DiskSource
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import Compared, DiskOffer, Fence, Kind, PlanRequest
 from updater.core.policy import CachePolicy, InFlight, InstallMode

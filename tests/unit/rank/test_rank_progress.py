@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from engine_adapter.placement.atoms import make_cuts
-from engine_adapter.placement.declared import Rules
+from engine_adapter.placement.declared.rules import Rules
 from engine_adapter.rank.agent import RankAgent
 from engine_adapter.rank.channel import ChannelError, Frame, FrameKind, FrontChannel, RankChannel
 from engine_adapter.rank.control_messages import Staged

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine_adapter.testing.cache import Block, PrefixCache
+from engine_adapter.testing.toy.cache import Block, PrefixCache
 from updater.core.policy import CachePolicy
 
 OLD, NEW = ("0-7", "d7"), ("0-8", "d8")

@@ -13,7 +13,7 @@ import pytest
 
 from engine_adapter.base import EngineSpec, GenerateRequest, TokenEvent
 from engine_adapter.testing import ToyEngine, build_toy, expected_parameters, make_toy_checkpoint, reference_generate
-from engine_adapter.testing.faults import Fault, Faults, InjectedFault
+from engine_adapter.testing.toy.faults import Fault, Faults, InjectedFault
 from updater.core.errors import Rejected
 from updater.core.policy import CachePolicy, InFlight, Policy, conflict
 

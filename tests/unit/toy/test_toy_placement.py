@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from engine_adapter.placement.coverage import check_destination, check_rows, check_sources, source_boxes
-from engine_adapter.placement.declared import Target
+from engine_adapter.placement.declared.rules import Target
 from engine_adapter.placement.rows import CopyRow, FillRow, Placement
 from engine_adapter.placement.values import WireTensor
 from engine_adapter.testing import ToyOptions, expected_parameters, make_toy_checkpoint
-from engine_adapter.testing.config import ToyConfig
-from engine_adapter.testing.placement import toy_placement
-from engine_adapter.testing.slicer import load_tensors
+from engine_adapter.testing.toy.config import ToyConfig
+from engine_adapter.testing.toy.placement import toy_placement
+from engine_adapter.testing.toy.slicer import load_tensors
 from transports.dtypes import DTYPE_NAMES
 from updater.core.errors import Rejected
 from updater.protocol.manifest import TensorSpec

@@ -16,8 +16,8 @@ from trainer_side.publishing.background import Snapshot
 from trainer_side.ranks.agreement import RankAgreement
 from trainer_side.sources import as_source
 from trainer_side.sources.source import model_of
-from transports.disk import DiskSource
-from transports.hashes import folder_document
+from transports.disk.hashes import folder_document
+from transports.disk.source import DiskSource
 from updater.core.participant import Compared
 from updater.protocol.model_document import ModelDocument, compare
 

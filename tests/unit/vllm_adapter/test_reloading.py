@@ -23,7 +23,7 @@ from engine_adapter.replica.life import STANDALONE, FrontLife, Membership
 from engine_adapter.testing.fronts import code_of
 from engine_adapter.vllm.reload.ranks import NAME, WARNINGS, ReloadControl, ReloadRanks, make_hellos
 from engine_adapter.vllm.traffic.gate import VllmGate
-from transports.manifests import build_manifest, save_manifest, write_manifest
+from transports.disk.manifests import build_manifest, save_manifest, write_manifest
 from updater.core.errors import LiveweightsError, Unavailable
 from updater.core.participant import (
     DiscardRequest,

@@ -27,19 +27,19 @@ from typing import Any
 import torch
 
 from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter, PausePoint, TokenEvent
-from engine_adapter.placement.declared import targets_of
+from engine_adapter.placement.declared.rules import targets_of
 from engine_adapter.placement.rows import Placement
 from engine_adapter.rank.control_messages import ENGINE_FAILED
-from engine_adapter.testing.cache import PrefixCache
-from engine_adapter.testing.comm import Ranks
-from engine_adapter.testing.config import ToyConfig, ToyOptions
-from engine_adapter.testing.faults import Faults
-from engine_adapter.testing.gate import PauseGate
-from engine_adapter.testing.model import ToyModel
-from engine_adapter.testing.pace import Pace
-from engine_adapter.testing.placement import toy_placement
-from engine_adapter.testing.scheduler import Scheduler
-from engine_adapter.testing.slicer import expected_parameters
+from engine_adapter.testing.toy.cache import PrefixCache
+from engine_adapter.testing.toy.comm import Ranks
+from engine_adapter.testing.toy.config import ToyConfig, ToyOptions
+from engine_adapter.testing.toy.faults import Faults
+from engine_adapter.testing.toy.gate import PauseGate
+from engine_adapter.testing.toy.model import ToyModel
+from engine_adapter.testing.toy.pace import Pace
+from engine_adapter.testing.toy.placement import toy_placement
+from engine_adapter.testing.toy.scheduler import Scheduler
+from engine_adapter.testing.toy.slicer import expected_parameters
 from updater.core.errors import refuse
 from updater.core.policy import CachePolicy, Capabilities, InFlight
 from updater.protocol.manifest import TensorSpec

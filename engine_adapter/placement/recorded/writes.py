@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine_adapter.placement.recorded_twin import TwinTensor, storage_of, view_of
-from engine_adapter.placement.recorded_views import NotBoxes, Strided, boxes_of, pieces_of
+from engine_adapter.placement.recorded.twin import TwinTensor, storage_of, view_of
+from engine_adapter.placement.recorded.views import NotBoxes, Strided, boxes_of, pieces_of
 from engine_adapter.placement.rows import CopyRow, FillRow, Row
 from updater.core.errors import refuse
 

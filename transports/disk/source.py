@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from transports.base import Read, ReadReport, Source
-from transports.hashes import folder_document, folder_hashes
-from transports.index import Layout, ambiguities, find_layout, index_faults, missing_shard, size_warnings
-from transports.manifest_check import load_manifest, manifest_faults
-from transports.paths import OpenFile, open_file
-from transports.reader import ReaderOptions, bytes_to_ask, read_all
-from transports.requests import Place
-from transports.safetensors_header import Header, read_header
+from transports.disk.hashes import folder_document, folder_hashes
+from transports.disk.header import Header, read_header
+from transports.disk.index import Layout, ambiguities, find_layout, index_faults, missing_shard, size_warnings
+from transports.disk.io_plan import Place
+from transports.disk.manifest_check import load_manifest, manifest_faults
+from transports.disk.paths import OpenFile, open_file
+from transports.disk.reader import ReaderOptions, bytes_to_ask, read_all
 from updater.core.errors import Aborted, Failure, Rejected
 from updater.protocol.manifest import Manifest, TensorSpec
 from updater.protocol.model_document import ModelDocument

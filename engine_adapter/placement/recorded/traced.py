@@ -16,10 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_adapter.placement.casts import Cast, cast_between
-from engine_adapter.placement.recorded_affine import UNWRITTEN, affine_parts, constant_class
-from engine_adapter.placement.recorded_twin import LOADER_ERRORS, Twin, meta_tensors, storage_of
-from engine_adapter.placement.recorded_views import NotBoxes, Strided, boxes_of, pieces_of
-from engine_adapter.placement.recorded_writes import Storages, tensors_in, written_by
+from engine_adapter.placement.recorded.affine import UNWRITTEN, affine_parts, constant_class
+from engine_adapter.placement.recorded.twin import LOADER_ERRORS, Twin, meta_tensors, storage_of
+from engine_adapter.placement.recorded.views import NotBoxes, Strided, boxes_of, pieces_of
+from engine_adapter.placement.recorded.writes import Storages, tensors_in, written_by
 from engine_adapter.placement.rows import CopyRow, FillRow, Row
 from transports.dtypes import DTYPE_NAMES
 from updater.core.errors import Failure, Rejected

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from engine_adapter.base import GenerateRequest, TokenEvent
-from engine_adapter.testing.cache import PrefixCache
-from engine_adapter.testing.model import KeyValues, ToyModel
+from engine_adapter.testing.toy.cache import PrefixCache
+from engine_adapter.testing.toy.model import KeyValues, ToyModel
 
 
 @dataclass(slots=True)

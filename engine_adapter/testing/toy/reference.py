@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from engine_adapter.testing.checkpoint import text_prefix
-from engine_adapter.testing.config import ToyConfig
-from engine_adapter.testing.slicer import load_tensors
+from engine_adapter.testing.toy.checkpoint import text_prefix
+from engine_adapter.testing.toy.config import ToyConfig
+from engine_adapter.testing.toy.slicer import load_tensors
 
 #: Two logits closer than this could change places between two ways to add the same numbers.
 MARGIN = 1e-6

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from engine_adapter.placement.boxes import merge, subtract
-from engine_adapter.placement.recorded_twin import TwinTensor
+from engine_adapter.placement.recorded.twin import TwinTensor
 from engine_adapter.placement.rows import CarryRow, CopyRow, Placement, Row
 from transports.base import Box
 from updater.core.errors import Failure, Rejected

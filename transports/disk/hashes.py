@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from transports.paths import read_bytes, read_text
+from transports.disk.paths import read_bytes, read_text
 from updater.core.errors import Rejected, refuse
 from updater.protocol.model_config import (
     BOOKKEEPING,

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from engine_adapter.placement.cutting import Cut
-from engine_adapter.placement.declared import Rules, Target, analyse
-from engine_adapter.placement.layouts import QKV, Experts, Merged, Sharded
+from engine_adapter.placement.declared.cutting import Cut
+from engine_adapter.placement.declared.layouts import QKV, Experts, Merged, Sharded
+from engine_adapter.placement.declared.rules import Rules, Target, analyse
 from engine_adapter.placement.rows import Placement
 from updater.core.errors import Failure, Rejected, refuse
 from updater.protocol.manifest import TensorSpec

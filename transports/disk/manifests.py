@@ -11,10 +11,10 @@ import torch
 
 from transports.base import Box, Read
 from transports.digest import add, region_digest, to_hex
-from transports.disk import DiskSource
+from transports.disk.hashes import folder_document, folder_hashes
+from transports.disk.index import find_layout
+from transports.disk.source import DiskSource
 from transports.dtypes import TORCH_DTYPES, byte_shape, is_packed
-from transports.hashes import folder_document, folder_hashes
-from transports.index import find_layout
 from updater.core.errors import Failure, Rejected, refuse
 from updater.core.policy import SourceLayout
 from updater.protocol.manifest import FILE_NAME, Manifest, TensorEntry, TensorSpec

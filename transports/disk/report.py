@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from transports.disk import DiskSource
-from transports.hashes import folder_hashes
-from transports.index import Layout, ambiguities, find_layout, index_faults, size_warnings
-from transports.manifest_check import load_manifest, manifest_faults
-from transports.paths import open_file
-from transports.safetensors_header import Header, read_header
+from transports.disk.hashes import folder_hashes
+from transports.disk.header import Header, read_header
+from transports.disk.index import Layout, ambiguities, find_layout, index_faults, size_warnings
+from transports.disk.manifest_check import load_manifest, manifest_faults
+from transports.disk.paths import open_file
+from transports.disk.source import DiskSource
 from updater.core.errors import Failure, LiveweightsError, Rejected
 from updater.protocol.manifest import Manifest, TensorSpec
 from updater.protocol.names import clean_name, clean_names

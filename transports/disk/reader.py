@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from transports.base import Cancelled, Read, ReadReport
-from transports.requests import DEFAULT_LIMITS, Bucketed, Direct, Limits, Pattern, Place, Request, check, requests
+from transports.disk.io_plan import DEFAULT_LIMITS, Bucketed, Direct, Limits, Pattern, Place, Request, check, requests
 from updater.core.errors import Aborted, Failure, LiveweightsError
 
 _Preadv = Callable[[int, list[memoryview], int], int]

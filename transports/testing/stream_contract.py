@@ -12,11 +12,11 @@ import torch
 
 from transports.base import Box, Cancelled, Read, ReadReport, Source
 from transports.buckets import Chunk, StreamPlan
-from transports.contract import TransportContract, digests, noise, samples
 from transports.registry import Hub
 from transports.stream import StreamSender, StreamSource
 from transports.stream.messages import SIGN_S
-from transports.stream_testing import (
+from transports.testing.source_contract import TransportContract, digests, noise, samples
+from transports.testing.transfer import (
     SENDER_FAULTS,
     FaultySender,
     HeldSender,

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from transports.hashes import FolderHashes
-from transports.paths import OpenFile, read_text
+from transports.disk.hashes import FolderHashes
+from transports.disk.paths import OpenFile, read_text
 from updater.core.errors import Failure, refuse
 from updater.protocol import wire
 from updater.protocol.manifest import FILE_NAME, Manifest, TensorSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine_adapter.placement.layouts import (
+from engine_adapter.placement.declared.layouts import (
     Experts,
     Layout,
     LayoutError,
@@ -17,7 +17,7 @@ from engine_adapter.placement.layouts import (
     experts_of,
     runs,
 )
-from engine_adapter.placement.names import Shard
+from engine_adapter.placement.declared.names import Shard
 from engine_adapter.placement.rows import CopyRow, FillRow, Row
 from transports.base import Box
 from updater.protocol.manifest import TensorSpec

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from engine_adapter.base import Parameter
-from engine_adapter.placement.cutting import Cut, rows_of
-from engine_adapter.placement.layouts import QKV, Experts, Layout, LayoutError, Replicated, parts_of
-from engine_adapter.placement.names import Mapper, NameRules, Shard, nearest
+from engine_adapter.placement.declared.cutting import Cut, rows_of
+from engine_adapter.placement.declared.layouts import QKV, Experts, Layout, LayoutError, Replicated, parts_of
+from engine_adapter.placement.declared.names import Mapper, NameRules, Shard, nearest
 from engine_adapter.placement.rows import CarryRow, FillRow, Placement, Row
 from transports.base import Box
 from updater.core.errors import Failure, Rejected

@@ -1,7 +1,7 @@
 """The conformance suite of a transport: subclass it in a test module, supply three methods, and be green.
 
 `TransportContract` is what every transport must do, and reads each source once. `StoredContract` adds what a source
-that lies somewhere must do when it is read again. Streams have `transports.stream_contract.StreamContract`.
+that lies somewhere must do when it is read again. Streams have `transports.testing.stream_contract.StreamContract`.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from math import prod
 import torch
 
 from transports.base import Read
+from transports.disk.targets import landing
 from transports.dtypes import itemsize
-from transports.targets import landing
 from updater.protocol.manifest import TensorSpec
 
 

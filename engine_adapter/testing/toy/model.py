@@ -9,8 +9,8 @@ from typing import cast
 import torch
 
 from engine_adapter.base import Derived
-from engine_adapter.testing.comm import Ranks
-from engine_adapter.testing.config import RankShape, ToyConfig, ToyOptions
+from engine_adapter.testing.toy.comm import Ranks
+from engine_adapter.testing.toy.config import RankShape, ToyConfig, ToyOptions
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -1,6 +1,6 @@
 """Doubles of the seam and checkpoints made byte by byte, for tests here and of other authors of transports.
 
-`TransportContract` (from `transports.contract`) is the conformance suite.
+`TransportContract` (from `transports.testing.source_contract`) is the conformance suite.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from transports.base import Cancelled, Read, ReadReport
-from transports.contract import StoredContract, TransportContract
 from transports.dtypes import DTYPE_NAMES
+from transports.testing.source_contract import StoredContract, TransportContract
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.protocol.manifest import Manifest, TensorSpec
 

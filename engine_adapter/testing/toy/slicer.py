@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from engine_adapter.testing.checkpoint import text_prefix
-from engine_adapter.testing.config import RankShape, ToyConfig, ToyOptions
+from engine_adapter.testing.toy.checkpoint import text_prefix
+from engine_adapter.testing.toy.config import RankShape, ToyConfig, ToyOptions
 from transports.digest import tensor_digest, to_hex
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transports.paths import OpenFile, open_file, read_text, resolve
-from transports.safetensors_header import Header, read_names
+from transports.disk.header import Header, read_names
+from transports.disk.paths import OpenFile, open_file, read_text, resolve
 from updater.core.errors import Failure, Rejected, refuse
 from updater.protocol.manifest import INDEX_SUFFIX
 from updater.protocol.names import clean_name

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from engine_adapter.placement.recorded_views import Strided
+from engine_adapter.placement.recorded.views import Strided
 from transports.dtypes import TORCH_DTYPES
 from updater.protocol.manifest import TensorSpec
 

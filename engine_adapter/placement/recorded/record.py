@@ -15,12 +15,12 @@ from fnmatch import fnmatchcase
 import torch
 
 from engine_adapter.placement.boxes import first_overlap
-from engine_adapter.placement.names import nearest
-from engine_adapter.placement.recorded_regions import Holes, drop_ties, ignored_ties, lone_ties
-from engine_adapter.placement.recorded_twin import LOADER_ERRORS, Twin, meta_tensors
-from engine_adapter.placement.recorded_writes import Unread, WriteLog
+from engine_adapter.placement.declared.names import nearest
+from engine_adapter.placement.recorded.regions import Holes, drop_ties, ignored_ties, lone_ties
+from engine_adapter.placement.recorded.traced import trace
+from engine_adapter.placement.recorded.twin import LOADER_ERRORS, Twin, meta_tensors
+from engine_adapter.placement.recorded.writes import Unread, WriteLog
 from engine_adapter.placement.rows import CopyRow, Placement, Row
-from engine_adapter.placement.traced import trace
 from transports.dtypes import TORCH_DTYPES, is_packed
 from updater.core.errors import Failure, Rejected
 from updater.protocol.manifest import TensorSpec

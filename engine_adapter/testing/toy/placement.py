@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from engine_adapter.placement.declared import Rules, Target, declare
-from engine_adapter.placement.layouts import QKV, Experts, Heads, Layout, Merged, PaddedVocab, Sharded
-from engine_adapter.placement.names import NameRules, Stacked
+from engine_adapter.placement.declared.layouts import QKV, Experts, Heads, Layout, Merged, PaddedVocab, Sharded
+from engine_adapter.placement.declared.names import NameRules, Stacked
+from engine_adapter.placement.declared.rules import Rules, Target, declare
 from engine_adapter.placement.rows import CopyRow, Placement, Row
-from engine_adapter.testing.config import ToyConfig, ToyOptions
+from engine_adapter.testing.toy.config import ToyConfig, ToyOptions
 from transports.base import Box
 from updater.protocol.manifest import TensorSpec
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine_adapter.model_files import write_shards
-from engine_adapter.testing.config import ToyConfig, fixture_config
+from engine_adapter.testing.toy.config import ToyConfig, fixture_config
 
 _NEW, _OLD, _PLAIN = "model.language_model.", "language_model.model.", "model."
 
