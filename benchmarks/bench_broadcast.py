@@ -22,7 +22,7 @@ from transports.base import Box, Read
 from transports.broadcast import BroadcastHub, BroadcastSender
 from transports.buckets import BUCKET_BYTES, StreamPlan
 from transports.media.gloo import GlooGroup
-from transports.scatter import Scatter
+from transports.stream.source import Scatter
 from transports.testing.transfer import seats_for, send_all, targets_of
 from updater.core.participant import StreamOffer
 from updater.protocol import wire

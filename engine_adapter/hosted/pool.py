@@ -20,10 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from engine_adapter.base import EngineSpec
-from engine_adapter.rank.channel import ChannelClosed, ChannelError, FrontChannel
-from engine_adapter.rank.control_messages import Staged
+from engine_adapter.rank.channel import ChannelClosed, ChannelError, FrontChannel, Staged
 from engine_adapter.rank.messages import CacheTier, Hello, RankInvalidate, RankInvalidateReply
-from engine_adapter.replica.calls import RankCalls, RankLine
+from engine_adapter.replica.ranks import RankCalls, RankLine
 from updater.core.errors import Aborted, Failure
 from updater.core.policy import CachePolicy
 from updater.protocol import wire

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_adapter.base import RankEngine
-from engine_adapter.rank.derived import DerivedStates
 from engine_adapter.rank.install import InstallHalf
 from engine_adapter.rank.messages import RankDiscard, RankDone, RankStatus, RankStatusReply
 from engine_adapter.rank.plan import Opener
 from engine_adapter.rank.spare import Spare
 from engine_adapter.rank.staging import StagingHalf
-from engine_adapter.rank.state import RankState, wrong_phase
+from engine_adapter.rank.state import DerivedStates, RankState, wrong_phase
 from transports.registry import Transports
 from updater.core.participant import SpareState
 from updater.core.policy import CachePolicy

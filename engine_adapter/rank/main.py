@@ -18,8 +18,7 @@ import threading
 import time
 
 from engine_adapter.base import EngineFactory, RankEngine
-from engine_adapter.rank.channel import RankChannel
-from engine_adapter.rank.control_messages import ENGINE_FAILED, Build, StartServing
+from engine_adapter.rank.channel import ENGINE_FAILED, Build, RankChannel, StartServing
 from engine_adapter.rank.host import RankHost
 from updater.core.errors import Failure, LiveweightsError
 

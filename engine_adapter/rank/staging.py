@@ -9,10 +9,12 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import torch
+
+from engine_adapter.placement.regions import target_region
+from engine_adapter.placement.rows import CopyRow
 from engine_adapter.placement.spelling import Proved
-from engine_adapter.placement.values import RankVerifyReply
-from engine_adapter.rank.blank import blank_sources
-from engine_adapter.rank.digests import parameter_digests
+from engine_adapter.placement.values import BlankTensor, RankVerifyReply
 from engine_adapter.rank.messages import (
     NamedDigest,
     RankAudit,
@@ -27,13 +29,11 @@ from engine_adapter.rank.messages import (
     RankStageReply,
     RankVerify,
 )
-from engine_adapter.rank.plan import Opener, Plan, dtypes_held, make_plan
-from engine_adapter.rank.progress import Meter
-from engine_adapter.rank.readback import read_back
-from engine_adapter.rank.replay import Stop, replay
+from engine_adapter.rank.plan import Opener, Plan, Stop, dtypes_held, make_plan, replay
+from engine_adapter.rank.readback import parameter_digests, read_back
 from engine_adapter.rank.state import RankState, failed, wrong_phase
 from transports.digest import to_hex
-from transports.scans import is_zero
+from transports.scans import has_normal, is_zero, judged
 from updater.core.dtypes import compact
 from updater.core.errors import Aborted
 from updater.core.participant import SpareState
@@ -209,3 +209,47 @@ class StagingHalf:
 def differing(found: Mapping[str, int], known: Mapping[str, int]) -> tuple[str, ...]:
     """Names whose digest is not the known one."""
     return tuple(sorted(name for name, digest in found.items() if known.get(name) != digest))
+
+
+#: Seconds between two words.
+EVERY_S = 0.25
+
+
+class Meter:
+    """Called with increments of bytes, one call at a time. `tell` hears the sum."""
+
+    def __init__(self, tell: Callable[[int], None], clock: Callable[[], float]) -> None:
+        self._tell, self._clock = tell, clock
+        self._done, self._last = 0, clock()
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        now = self._clock()
+        if now - self._last >= EVERY_S:
+            self._last = now
+            self._tell(self._done)
+
+
+def blank_sources(
+    plan: Plan, live: Mapping[str, torch.Tensor], spare: Mapping[str, torch.Tensor], stop: Stop
+) -> tuple[BlankTensor, ...]:
+    """Sorted by name. A sound tensor is left at its first few elements, so this costs next to nothing.
+
+    Nothing is judged where the content is known already.
+    """
+    if plan.request.known:
+        return ()
+    rows: dict[str, list[CopyRow]] = {}
+    for row in plan.placement.rows:
+        if isinstance(row, CopyRow) and row.source_box.numel:
+            rows.setdefault(row.source, []).append(row)
+    found = []
+    for name, mine in sorted(rows.items()):
+        spec = plan.specs[name]
+        if not judged(spec):
+            continue
+        stop.check()
+        if not any(has_normal(target_region(spare[row.target], row), spec.dtype) for row in mine):
+            normal = any(has_normal(target_region(live[row.target], row), spec.dtype) for row in mine)
+            found.append(BlankTensor(name, normal))
+    return tuple(found)

@@ -15,8 +15,9 @@ from engine_adapter.rank.messages import (
     RankStatusReply,
 )
 from updater.core.errors import Aborted, Failure, Rejected, refuse
-from updater.core.participant import PlanRequest, StreamOffer
+from updater.core.participant import NOT_COMPARED, Compared, PlanRequest, StreamOffer
 from updater.core.policy import InstallMode
+from updater.protocol.model_document import ModelDocument, compare
 
 _UNLIKE = "the replayed start checkpoint differs from the live bytes"
 _LOADED = (
@@ -135,3 +136,21 @@ def not_proven(
         if state.live_version != version:
             failures.append(Failure("expected_mismatch", f"holds {state.live_version}, not {version}", rank=rank))
     return tuple(failures)
+
+
+def check_config(
+    theirs: ModelDocument | None, hellos: tuple[Hello, ...], request: PlanRequest
+) -> tuple[tuple[str, ...], Compared]:
+    """(warnings, what was compared). None: what comes was compared when it was published first.
+
+    Raises Rejected: `config_mismatch` with every key, `config_required`.
+    """
+    if theirs is None:
+        return (), NOT_COMPARED
+    found = compare(theirs, hellos[0].model or ModelDocument(), request.allow_config)
+    if found.refused:
+        raise Rejected(*found.refused)
+    if request.require_config and found.compared.config != "engine":
+        side = "source" if theirs.config is None else "engine"
+        raise refuse("config_required", f"the policy requires a config that is compared, and the {side} has none")
+    return found.warnings, found.compared

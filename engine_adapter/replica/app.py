@@ -17,9 +17,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from engine_adapter.replica.admission import AdmissionController, Gate
-from engine_adapter.replica.completions import Completions
+from engine_adapter.replica.completions import Completions, ModelText
 from engine_adapter.replica.front import Front
-from engine_adapter.replica.tokens import ModelText
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.core.participant import MESSAGES, FrontState, FrontStatus, ReleaseTo
 from updater.protocol import wire

@@ -20,15 +20,14 @@ from typing import Any
 import uvicorn
 
 from engine_adapter.base import GenerateRequest
-from engine_adapter.rank.control_messages import CancelRequest
-from engine_adapter.replica.admission import Gate
+from engine_adapter.rank.channel import CancelRequest
+from engine_adapter.replica.admission import Gate, Limits
 from engine_adapter.replica.app import ReplicaFace, make_app
-from engine_adapter.replica.door import Limits
+from engine_adapter.replica.completions import ModelText
 from engine_adapter.replica.interfaces import Deadlines
 from engine_adapter.replica.life import FrontLife, Membership
 from engine_adapter.replica.rank_work import RankWork
 from engine_adapter.replica.ranks import PoolSettings, RankPool
-from engine_adapter.replica.tokens import ModelText
 from updater.core.errors import Failure, LiveweightsError
 from updater.server.connections import BACKLOG, BoundedServer
 from updater.server.security import Tokens, check_bind

@@ -11,7 +11,7 @@ import time
 from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
 from engine_adapter.placement.values import RankVerifyReply
-from engine_adapter.rank.control_messages import Label, Staged, StartServing
+from engine_adapter.rank.channel import Label, Staged, StartServing
 from engine_adapter.rank.messages import (
     Hello,
     RankAudit,
@@ -39,6 +39,7 @@ from engine_adapter.replica.agreement import (
     agree,
     all_as_live,
     all_cleared,
+    check_config,
     first_seat,
     mismatches,
     not_proven,
@@ -47,9 +48,8 @@ from engine_adapter.replica.agreement import (
     warnings,
     with_digests,
 )
-from engine_adapter.replica.calls import RankCalls
-from engine_adapter.replica.config_check import check_config
 from engine_adapter.replica.interfaces import Deadlines
+from engine_adapter.replica.ranks import RankCalls
 from updater.core.dtypes import Rules, merged
 from updater.core.errors import Aborted, Failure, Rejected, refuse
 from updater.core.participant import (

@@ -20,7 +20,7 @@ from engine_adapter.base import GenerateRequest, TokenEvent
 from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
 from engine_adapter.placement.values import RankVerifyReply
-from engine_adapter.rank.control_messages import CancelRequest, StartServing
+from engine_adapter.rank.channel import CancelRequest, StartServing
 from engine_adapter.rank.messages import (
     CacheTier,
     RankCheckPrevious,

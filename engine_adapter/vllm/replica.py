@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_adapter.hosted.pool import AttachedPool
-from engine_adapter.rank.hello import running_document
+from engine_adapter.rank.messages import running_document
 from engine_adapter.replica.app import ReplicaFace
 from engine_adapter.replica.life import FrontLife, Membership
 from engine_adapter.replica.rank_work import RankWork

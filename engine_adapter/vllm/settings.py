@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
 
-from engine_adapter.replica.door import Limits
+from engine_adapter.replica.admission import Limits
 from engine_adapter.vllm.connectors import ALLOW, named
 from updater.server.security import ConfigurationError, Tokens, is_loopback
 

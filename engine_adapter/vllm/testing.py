@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine_adapter.rank.channel import RankChannel
-from engine_adapter.rank.control_messages import Build
+from engine_adapter.rank.channel import Build, RankChannel
 from engine_adapter.testing.toy.faults import InjectedFault
 from engine_adapter.vllm.engine import VllmRankEngine
 from engine_adapter.vllm.worker import LiveweightsWorker, WorkerRank

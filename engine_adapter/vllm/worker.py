@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine_adapter.hosted.rank import AttachedRank, connected
-from engine_adapter.rank.channel import RankChannel
-from engine_adapter.rank.control_messages import Build
+from engine_adapter.rank.channel import Build, RankChannel
 from engine_adapter.vllm.control import Attached
 from engine_adapter.vllm.engine import VllmRankEngine
 from engine_adapter.vllm.twins.layers import check_compiled

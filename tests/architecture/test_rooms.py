@@ -33,19 +33,18 @@ CROWDED = {
 LONG = {"transports.testing.stream_contract"}
 #: Small modules with one importer that stay: each is a seam, a page of values, or the only place of a heavy import.
 SEAMS = {
-    "engine_adapter.transformers.requests",
+    "engine_adapter.transformers.batching",
     "engine_adapter.vllm.parameters",
     "transports.media.sealed_memory",
     "updater.cli.replica",
 }
 #: Small modules with one importer that have not moved in yet.
 LONELY = {
-    "engine_adapter.rank.blank",
-    "engine_adapter.rank.progress",
-    "engine_adapter.replica.front_work",
-    "engine_adapter.vllm.traffic.namespaces",
-    "engine_adapter.vllm.twins.packing",
-    "transports.contents",
+    "engine_adapter.rank.staging",
+    "engine_adapter.replica.front",
+    "engine_adapter.vllm.traffic.gate",
+    "engine_adapter.vllm.twins.state",
+    "updater.cli.against",
 }
 #: Public class names that occur more than once.
 TWICE = {

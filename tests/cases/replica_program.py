@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from engine_adapter.replica.door import Limits
+from engine_adapter.replica.admission import Limits
 from engine_adapter.replica.launch import ENGINES, FrontSettings, run_engine
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine_adapter.rank.host import failures_of
 from engine_adapter.rank.messages import RankStatus
-from engine_adapter.rank.server import failures_of
 from engine_adapter.testing.fronts import PROMPT, HandCoordinator, toy_stage
 from transports.base import Cancelled
 from updater.core.errors import Aborted, Failure, LiveweightsError

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from transports.media.gloo import GlooGroup
 from transports.media.group_init import GroupInit
 from transports.media.work import nothing
-from transports.stream import atexit_guard
+from transports.stream import guards as atexit_guard
 
 #: What a peer lives in, and what it takes more than the kernel holds between two processes.
 LARGE = 16 << 20

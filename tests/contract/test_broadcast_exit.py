@@ -1,6 +1,6 @@
 """A process that ends while it broadcasts ends as it would without: nothing of it is inside torch any more by then.
 
-CPython kills a process whose threads are, with SIGABRT or SIGSEGV: see `transports.stream.atexit_guard`.
+CPython kills a process whose threads are, with SIGABRT or SIGSEGV: see `transports.stream.guards`.
 """
 
 from __future__ import annotations

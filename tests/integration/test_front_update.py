@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine_adapter.rank.messages import RankStatus
-from engine_adapter.replica.door import Limits
+from engine_adapter.replica.admission import Limits
 from engine_adapter.testing.fronts import PROMPT, HandCoordinator, Stage, code_of, toy_stage
 from updater.core.errors import LiveweightsError
 from updater.core.participant import FrontState, Kind, SpareState, StageRequest, StatusRequest

@@ -28,7 +28,7 @@ from schemathesis.specs.openapi.checks import (
 
 from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.app import ReplicaFace, make_app
-from engine_adapter.replica.tokens import ModelText
+from engine_adapter.replica.completions import ModelText
 from updater.coordinator.clock import LoopClock
 from updater.core.participant import MESSAGES
 from updater.ray.local_app import LoopThread

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.app import ReplicaFace, make_app
-from engine_adapter.replica.tokens import ModelText
+from engine_adapter.replica.completions import ModelText
 from engine_adapter.testing.requests import HandEngine
 from updater.server.guard import MEDIA_TYPE
 from updater.server.routes import create_app

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from transports.contents import Content, contents
 from transports.digest import tensor_digest, to_hex
 from transports.disk.manifests import save_manifest, write_manifest
 from transports.disk.source import DiskSource
+from updater.cli.against import Content, contents
 from updater.core.errors import Aborted
 from updater.protocol.manifest import Manifest, TensorEntry
 

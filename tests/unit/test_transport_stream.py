@@ -14,8 +14,8 @@ from transports.base import Box, Cancelled, Read
 from transports.buckets import ALIGN, SMALLEST_BUCKET, Bucket, Chunk, StreamPlan
 from transports.digest import tensor_digest
 from transports.dtypes import DTYPE_NAMES, TORCH_DTYPES, byte_shape, is_packed, itemsize
-from transports.scatter import Scatter
 from transports.stream import StreamSource, pack
+from transports.stream.source import Scatter
 from transports.testing import refused
 from transports.testing.source_contract import digests, noise
 from transports.testing.transfer import manifest_of, specs_of, targets_of

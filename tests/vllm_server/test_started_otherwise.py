@@ -22,7 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine_adapter.models import encode, reference_tokens
-from engine_adapter.rank.hello import running_document
+from engine_adapter.rank.messages import running_document
 from engine_adapter.vllm.configs import ServerConfig
 from engine_adapter.vllm.connectors import ALLOW
 from tests.vllm_server.fleet import IN_CORE, Coordinator, Fleet, coordinator, member, until

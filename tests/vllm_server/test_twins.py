@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from engine_adapter.base import EngineSpec, Parameter
 from engine_adapter.hosted.meta_twin import default_dtype
 from engine_adapter.hosted.parameters import collect
-from engine_adapter.rank.derived import DerivedStates
 from engine_adapter.rank.spare import Spare
+from engine_adapter.rank.state import DerivedStates
 from engine_adapter.testing.bare import BareReplica
 from engine_adapter.testing.small_models import manifest_of
 from engine_adapter.vllm.building import recorded_placements

@@ -18,9 +18,8 @@ from transports.stream.connection import Waker
 from transports.stream.failures import named
 from transports.stream.medium import Broken
 from transports.stream.messages import AHEAD, Go, Hello, Key, Opening, seats_digest
-from transports.stream.peers import Peer
 from transports.stream.receiver_session import ReceiverSession, mismatch
-from transports.stream.sender_session import SenderSession
+from transports.stream.sender_session import Peer, SenderSession
 from updater.core.errors import Aborted, Failure, refuse
 
 #: (store, rank, size, this side's host, limit in seconds) -> one end of a group. Blocks; raises Broken.

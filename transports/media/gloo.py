@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from transports.media.group_init import Relay
 from transports.media.work import Work, first_line, from_sender
-from transports.stream.atexit_guard import leaves_at_exit
+from transports.stream.guards import leaves_at_exit
 from transports.stream.medium import Broken
 
 

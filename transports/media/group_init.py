@@ -15,7 +15,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from transports.media.work import Group, first_line, let_go, uses_device
-from transports.stream.atexit_guard import leaves_at_exit
+from transports.stream.guards import leaves_at_exit
 from transports.stream.medium import Broken
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from transports.stream.close_on_fork import close_on_fork
+from transports.stream.guards import close_on_fork
 from updater.core.errors import Aborted, Failure
 
 F_SEAL_FUTURE_WRITE = 0x0010  # of <linux/fcntl.h>; Python knows it from 3.13 on

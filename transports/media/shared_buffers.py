@@ -13,9 +13,8 @@ import torch
 from transports.buckets import Bucket
 from transports.stream.connection import Connection, Waker
 from transports.stream.messages import BufferDescriptor, Buffers, DeviceBuffer, FileBuffer, Go, Hello, Opening
-from transports.stream.peers import Peer
 from transports.stream.receiver_session import ReceiverSession, mismatch
-from transports.stream.sender_session import SenderSession
+from transports.stream.sender_session import Peer, SenderSession
 from updater.core.errors import Aborted, Failure
 
 

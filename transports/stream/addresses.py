@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from transports.stream.close_on_fork import close_on_fork
 from transports.stream.connection import RECEIVER_LIMIT, SENDER_LIMIT, Connection
+from transports.stream.guards import close_on_fork
 from updater.core.errors import Aborted, Failure, refuse
 
 _LONGEST = 107

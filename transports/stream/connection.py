@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
-from transports.stream.close_on_fork import close_on_fork
+from transports.stream.guards import close_on_fork
 from transports.stream.messages import Message, decode, encode
 from updater.protocol import wire
 

@@ -19,9 +19,8 @@ from transports.stream.messages import Go, Hello, Opening
 from updater.core.errors import Failure
 
 if TYPE_CHECKING:
-    from transports.stream.peers import Peer
     from transports.stream.receiver_session import ReceiverSession
-    from transports.stream.sender_session import SenderSession
+    from transports.stream.sender_session import Peer, SenderSession
 
 
 class Broken(Exception):

@@ -9,8 +9,7 @@ from transports.stream.addresses import Arrivals
 from transports.stream.connection import ConnectionClosed
 from transports.stream.failures import FailureAttribution, named
 from transports.stream.messages import Close, Hello, Opening, other_release, seats_digest
-from transports.stream.peers import Peer
-from transports.stream.sender_session import SenderSession
+from transports.stream.sender_session import Peer, SenderSession
 from updater.core.errors import Aborted, Failure
 from updater.protocol import wire
 

@@ -17,9 +17,8 @@ from transports.stream.connection import Waker
 from transports.stream.failures import TOLD
 from transports.stream.medium import SenderMedium
 from transports.stream.messages import AHEAD, LONGEST_PATIENCE_S, PATIENCE_S, SIGN_S, End, Opening, encode
-from transports.stream.peers import Peer
 from transports.stream.rendezvous import Rendezvous
-from transports.stream.sender_session import SenderSession, mismatch
+from transports.stream.sender_session import Peer, SenderSession, mismatch
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
 from updater.protocol import wire

@@ -29,13 +29,12 @@ import torch
 from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter, PausePoint, TokenEvent
 from engine_adapter.placement.declared.rules import targets_of
 from engine_adapter.placement.rows import Placement
-from engine_adapter.rank.control_messages import ENGINE_FAILED
+from engine_adapter.rank.channel import ENGINE_FAILED
 from engine_adapter.testing.toy.cache import PrefixCache
-from engine_adapter.testing.toy.comm import Ranks
 from engine_adapter.testing.toy.config import ToyConfig, ToyOptions
 from engine_adapter.testing.toy.faults import Faults
 from engine_adapter.testing.toy.gate import PauseGate
-from engine_adapter.testing.toy.model import ToyModel
+from engine_adapter.testing.toy.model import Ranks, ToyModel
 from engine_adapter.testing.toy.pace import Pace
 from engine_adapter.testing.toy.placement import toy_placement
 from engine_adapter.testing.toy.scheduler import Scheduler

@@ -12,9 +12,8 @@ import logging
 import time
 
 from engine_adapter.placement.suspicious import judge
-from engine_adapter.rank.hello import completed
-from engine_adapter.rank.messages import Hello
-from engine_adapter.replica.config_check import check_config
+from engine_adapter.rank.messages import Hello, completed
+from engine_adapter.replica.agreement import check_config
 from engine_adapter.replica.interfaces import Deadlines
 from engine_adapter.vllm.control import VllmControl
 from engine_adapter.vllm.reload.source import Content

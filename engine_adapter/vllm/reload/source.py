@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from engine_adapter.placement.regions import pieces
-from engine_adapter.rank.replay import Stop
+from engine_adapter.rank.plan import Stop
 from transports.base import Box, Cancelled, Read
 from transports.digest import add, region_digest, to_hex
 from transports.disk.hashes import folder_hashes

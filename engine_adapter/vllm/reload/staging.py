@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from engine_adapter.rank.replay import Stop
+from engine_adapter.rank.plan import Stop
 from engine_adapter.vllm.reload.source import (
     Content,
     Start,

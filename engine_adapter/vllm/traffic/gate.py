@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
-from engine_adapter.replica.admission import AdmissionController
-from engine_adapter.replica.door import Limits
+from engine_adapter.replica.admission import AdmissionController, Limits
 from engine_adapter.vllm.traffic.call import Call
-from engine_adapter.vllm.traffic.namespaces import Namespaces
 from engine_adapter.vllm.traffic.replies import Part, Reply, current_reply, is_empty, is_pooled, was_aborted
 from updater.core.errors import Failure, LiveweightsError, Unavailable, refuse
 from updater.core.policy import CachePolicy, InFlight
@@ -219,3 +219,26 @@ class VllmGate(AdmissionController):
         self._aborting.discard(task)
         if not task.cancelled():
             task.exception()  # an engine that is gone has ended the request, too
+
+
+#: So many are remembered. Only what was served last, or just before, can be served again under its name.
+_REMEMBERED = 64
+
+
+class Namespaces:
+    """`current`: of new requests; empty until something is served."""
+
+    def __init__(self) -> None:
+        self.current = ""
+        self._mixed: deque[str] = deque(maxlen=_REMEMBERED)
+
+    def switch(self, name: str, *, keep: bool, shared: bool) -> None:
+        """Another version, or the same one again, is about to be served. `name`: of its blocks, equal on every replica.
+
+        `keep`: its requests go on in the namespace of what was served before. `shared`: requests that were in flight
+        do. Either leaves blocks there that the version of that name did not make, so it is never entered again.
+        """
+        if self.current and (keep or shared):
+            self._mixed.append(self.current)
+        if not keep:
+            self.current = f"{name}:{uuid4().hex}" if name in self._mixed else name

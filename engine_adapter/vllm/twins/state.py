@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from engine_adapter.vllm.twins.equal import Comparison, is_code, same_bytes
-from engine_adapter.vllm.twins.packing import PackedFor
 from engine_adapter.vllm.twins.table import Method
 
 #: Names of the parameters and of the attributes that a state consists of.
@@ -176,3 +176,29 @@ def _like(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     made: nn.Parameter = torch.Tensor._make_subclass(type(parameter), data, False)
     vars(made).update(vars(parameter))
     return made
+
+
+_MAKER, _ARGUMENT = "create_onednn_scaled_mm_handler", "output_type"
+
+
+class PackedFor(TorchFunctionMode):
+    """Inside, oneDNN kernels for int8 that this thread makes are packed for `dtype`.
+
+    `made`: how many. None means that vLLM packs in another way, and for whatever dtype.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype, self.made = dtype, 0
+        self._maker: Any = getattr(torch.ops._C, _MAKER, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, named = list(args), dict(kwargs or {})
+        if func is self._maker:
+            self.made += 1
+            at = [argument.name for argument in func.default._schema.arguments].index(_ARGUMENT)
+            if at < len(given):
+                given[at] = self._dtype
+            else:
+                named[_ARGUMENT] = self._dtype
+        return func(*given, **named)

@@ -57,7 +57,7 @@ def coordinator(told: Mapping[str, Any]) -> None:
 def front(told: Mapping[str, Any]) -> None:
     import logging
 
-    from engine_adapter.replica.door import Limits
+    from engine_adapter.replica.admission import Limits
     from engine_adapter.replica.interfaces import Deadlines
     from engine_adapter.replica.launch import ENGINES, FrontSettings, Replica
 

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from engine_adapter.transformers.batching import PauseStatus
-from engine_adapter.transformers.requests import RequestState, pack, unpack
+from engine_adapter.transformers.batching import PauseStatus, RequestState, pack, unpack
 
 HANG_S = 20.0
 

@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from engine_adapter.base import GenerateRequest
-from engine_adapter.replica.admission import Gate
-from engine_adapter.replica.door import Limits
+from engine_adapter.replica.admission import Gate, Limits
 from engine_adapter.replica.replies import Piece, Running, Span, Wanted, version_of
 from engine_adapter.testing.requests import HandEngine
 from updater.core.errors import Failure, LiveweightsError

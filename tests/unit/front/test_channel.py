@@ -11,8 +11,16 @@ import pytest
 
 from engine_adapter.base import TokenEvent
 from engine_adapter.rank import channel
-from engine_adapter.rank.channel import ChannelClosed, ChannelError, Frame, FrameKind, FrontChannel, Header, RankChannel
-from engine_adapter.rank.control_messages import Tokens
+from engine_adapter.rank.channel import (
+    ChannelClosed,
+    ChannelError,
+    Frame,
+    FrameKind,
+    FrontChannel,
+    Header,
+    RankChannel,
+    Tokens,
+)
 from updater.protocol import wire
 
 

@@ -12,10 +12,9 @@ import httpx
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine_adapter.replica.admission import Gate
+from engine_adapter.replica.admission import Gate, Limits
 from engine_adapter.replica.app import ReplicaFace, make_app
-from engine_adapter.replica.door import Limits
-from engine_adapter.replica.tokens import ModelText, TextStream
+from engine_adapter.replica.completions import ModelText, TextStream
 from engine_adapter.testing.requests import HandEngine
 from updater.core.errors import Failure
 from updater.core.policy import InFlight

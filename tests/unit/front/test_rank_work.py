@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.rank.control_messages import Label, Staged
+from engine_adapter.rank.channel import Label, Staged
 from engine_adapter.rank.messages import RankPlanReply, RankStageReply
 from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.agreement import Planned

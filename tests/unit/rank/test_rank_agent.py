@@ -16,7 +16,6 @@ from engine_adapter.placement.atoms import make_cuts
 from engine_adapter.placement.declared.rules import Rules, Target, declare
 from engine_adapter.placement.rows import CopyRow, Placement
 from engine_adapter.rank.agent import STAGING_VERBS, RankAgent
-from engine_adapter.rank.derived import DerivedStates
 from engine_adapter.rank.messages import (
     RANK_MESSAGES,
     RankAudit,
@@ -35,7 +34,7 @@ from engine_adapter.rank.messages import (
 )
 from engine_adapter.rank.plan import dtypes_held
 from engine_adapter.rank.spare import Spare
-from engine_adapter.rank.state import RankState
+from engine_adapter.rank.state import DerivedStates, RankState
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import checkpoint, manifest_of, replica
 from transports.base import Box, Read, ReadReport

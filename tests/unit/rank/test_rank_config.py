@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 from engine_adapter.base import EngineSpec
-from engine_adapter.rank.blank import blank_sources
-from engine_adapter.rank.hello import hello_of, running_document
-from engine_adapter.rank.messages import Hello, RankPlan, RankPlanReply
-from engine_adapter.rank.plan import make_plan
-from engine_adapter.rank.replay import Stop
-from engine_adapter.replica.config_check import check_config
+from engine_adapter.rank.messages import Hello, RankPlan, RankPlanReply, hello_of, running_document
+from engine_adapter.rank.plan import Stop, make_plan
+from engine_adapter.rank.staging import blank_sources
+from engine_adapter.replica.agreement import check_config
 from engine_adapter.testing import build_toy
 from engine_adapter.testing.toy.checkpoint import make_toy_checkpoint
 from engine_adapter.testing.toy.engine import ToyEngine

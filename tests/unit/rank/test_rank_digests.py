@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_adapter.rank.digests import PIECE_BYTES, parameter_digest, parameter_digests, region_digest_until
-from engine_adapter.rank.replay import Stop
+from engine_adapter.rank.plan import Stop
+from engine_adapter.rank.readback import PIECE_BYTES, parameter_digest, parameter_digests, region_digest_until
 from transports.base import Box
 from transports.digest import region_digest, tensor_digest
 from updater.core.errors import Aborted

@@ -11,12 +11,11 @@ import torch
 from engine_adapter.placement.atoms import make_cuts
 from engine_adapter.placement.declared.rules import Rules
 from engine_adapter.rank.agent import RankAgent
-from engine_adapter.rank.channel import ChannelError, Frame, FrameKind, FrontChannel, RankChannel
-from engine_adapter.rank.control_messages import Staged
+from engine_adapter.rank.channel import ChannelError, Frame, FrameKind, FrontChannel, RankChannel, Staged
 from engine_adapter.rank.main import RankProcess
 from engine_adapter.rank.messages import RankPlan, RankStage, RankStatus, RankVerify, Refused
-from engine_adapter.rank.progress import EVERY_S, Meter
-from engine_adapter.replica.calls import RankCalls, RankLine
+from engine_adapter.rank.staging import EVERY_S, Meter
+from engine_adapter.replica.ranks import RankCalls, RankLine
 from engine_adapter.testing.bare import BareEngine
 from engine_adapter.testing.small_models import manifest_of
 from transports.testing import MemorySource

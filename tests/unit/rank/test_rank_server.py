@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from engine_adapter.rank.channel import Frame, FrameKind, RankChannel
+from engine_adapter.rank.host import RankServer
 from engine_adapter.rank.messages import RankAudit, RankAuditReply, RankDigests, RankDigestsReply, RankStatus
-from engine_adapter.rank.server import RankServer
 from updater.core.errors import Failure, LiveweightsError
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine_adapter.replica.admission import Limits
 from engine_adapter.replica.app import ReplicaFace
-from engine_adapter.replica.door import Limits
 from engine_adapter.replica.front import Front
 from engine_adapter.replica.interfaces import Deadlines
 from engine_adapter.replica.life import STANDALONE, FrontLife, Membership

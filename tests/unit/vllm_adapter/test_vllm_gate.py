@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_adapter.replica.door import Limits
+from engine_adapter.replica.admission import Limits
 from engine_adapter.replica.replies import Span, Wanted
 from engine_adapter.vllm.traffic.gate import VllmGate
 from engine_adapter.vllm.traffic.replies import Reply, current_reply

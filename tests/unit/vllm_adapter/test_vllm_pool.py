@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from engine_adapter.hosted.pool import Attach, AttachedPool
-from engine_adapter.rank.channel import ChannelClosed, Frame, FrameKind, RankChannel
-from engine_adapter.rank.control_messages import Label, Staged
+from engine_adapter.rank.channel import ChannelClosed, Frame, FrameKind, Label, RankChannel, Staged
+from engine_adapter.rank.host import RankServer
 from engine_adapter.rank.messages import (
     Hello,
     RankDiscard,
@@ -29,7 +29,6 @@ from engine_adapter.rank.messages import (
     RankRestore,
     RankResume,
 )
-from engine_adapter.rank.server import RankServer
 from engine_adapter.vllm.control import Attached, VllmControl
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.core.participant import RankInfo

@@ -56,3 +56,24 @@ def _leave() -> None:
 
 atexit.register(_leave)
 os.register_at_fork(after_in_child=_inside.clear)  # a child has none of these threads
+
+
+class Held(Protocol):
+    def drop(self) -> None:
+        """Close the descriptors of this process, and nothing else. After `close`: nothing."""
+
+
+_held: weakref.WeakSet[Held] = weakref.WeakSet()
+
+
+def close_on_fork(each: Held) -> None:
+    _held.add(each)
+
+
+def _drop_all() -> None:
+    for each in list(_held):
+        with suppress(OSError):
+            each.drop()
+
+
+os.register_at_fork(after_in_child=_drop_all)
