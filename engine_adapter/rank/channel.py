@@ -1,7 +1,8 @@
 """Framed JSON between a front and one rank over a Unix socket pair. Nothing is unpickled (I10).
 
 A frame is a 4-byte big-endian length, a JSON header line `{"kind", "id", "verb"}`, and the message as JSON. `call`
-frames go from front to rank, `reply` and `refused` frames answer them by id, `event` frames come unasked.
+frames go from front to rank, `reply` and `refused` frames answer them by id, `event` frames come unasked. The
+messages here are those beside a transaction: build, serve, label, submit, stop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """One rank under one front, in whatever process it lives: reads calls off a channel and answers every one.
 
-Verbs of a transaction go to the agent; `build` to `stop` are done here, with the engine.
+Verbs of a transaction go to the agent; `build` to `stop` are done here, with the engine. Verbs of `STAGING_VERBS` run
+one at a time on a thread of low priority, because serving goes on meanwhile; every other verb runs on the thread that
+reads. This is the rank boundary: whatever a verb raises becomes a `Refused`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 A rank obeys only its front: fencing, leases and the replica table are the front's; the rank checks serials only to
 be idempotent. Every reply is an `Answer` or a `Refused` with failures; a rank never lets an exception travel.
+`Hello` is how a rank introduces its engine, `hello_of` makes it.
 """
 
 from __future__ import annotations

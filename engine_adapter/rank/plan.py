@@ -1,4 +1,6 @@
-"""A rank's plan of one update: the opened source, the placement, and every check that needs no tensor byte."""
+"""A rank's plan of one update: the opened source, the placement, every check that needs no tensor byte; and the
+replay of that plan on the source.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The proof of a rank: the spare read back through the placement, in the coordinates of the source tensors."""
+"""The proof of a rank: the spare read back through the placement, in the coordinates of the source tensors.
+
+A digest of a rank's own memory is made piece by piece, so that a thread that needs the core gets it soon: the tensor
+digest is additive over disjoint regions.
+"""
 
 from __future__ import annotations
 

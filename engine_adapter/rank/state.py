@@ -1,4 +1,9 @@
-"""What a rank remembers of transactions: shared by its staging half and its installing half."""
+"""What a rank remembers of transactions: shared by its staging half and its installing half; and what is
+computed from parameters, kept for both sides.
+
+A packed kernel or a cached head follows the bytes that it was made from. Its states are kept like the two sides of a
+spare: one is bound, the other was built from what is staged or was bound before.
+"""
 
 from __future__ import annotations
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from transports.base import Box, Cancelled, Read, ReadReport, Source
-from transports.buckets import Chunk, StreamPlan
+from transports.base import Box, Cancelled, Read, Source
+from transports.buckets import StreamPlan
 from transports.registry import Hub
-from transports.stream import StreamSender, StreamSource
+from transports.stream import StreamSender
 from transports.stream.messages import SIGN_S
 from transports.testing.source_contract import TransportContract, digests, noise, samples
+from transports.testing.takes import Failing, Lagging, RankFault, Slow, Stopping, Streamed, Stuck, close_all, raise_at
 from transports.testing.transfer import (
     SENDER_FAULTS,
     FaultySender,
@@ -25,11 +25,10 @@ from transports.testing.transfer import (
     manifest_of,
     offer_of,
     seats_for,
-    send_all,
     specs_of,
 )
-from updater.core.errors import Aborted, Failure, LiveweightsError
-from updater.protocol.manifest import Manifest, TensorSpec
+from updater.core.errors import Aborted, LiveweightsError
+from updater.protocol.manifest import TensorSpec
 
 #: A patience that is to end: a peer that does right has nothing to do within it.
 SHORT_S = 0.7
@@ -63,7 +62,7 @@ class StreamContract(TransportContract):
         self._tensors, self._fault = tensors, ("", "")
 
     def connect(self, folder: Path) -> Source:
-        return _Streamed(self.sender(), (self.hub(LONG_S), self.hub(LONG_S)), self._tensors, lambda: self._fault)
+        return Streamed(self.sender(), (self.hub(LONG_S), self.hub(LONG_S)), self._tensors, lambda: self._fault)
 
     def damage(self, folder: Path, kind: str, name: str) -> None:
         self._fault = (kind, name)
@@ -87,7 +86,7 @@ class StreamContract(TransportContract):
             sessions = set()
             for at in range(4):
                 update = Transfer(sender, hubs, _model(at))
-                update.receivers[1].take = _Slow(every=3)
+                update.receivers[1].take = Slow(every=3)
                 sessions.add(sender.session)
                 self._good(update.run())
             assert sessions == {sender.session}
@@ -127,7 +126,7 @@ class StreamContract(TransportContract):
             for fault in SENDER_FAULTS:
                 self._one_fault(fault, hubs)
         finally:
-            _close(hubs)
+            close_all(hubs)
 
     def _one_fault(self, fault: str, hubs: Sequence[PatientHub]) -> None:
         sender = self.sender()
@@ -162,9 +161,9 @@ class StreamContract(TransportContract):
         """B090: its reason reaches the sender and the other receivers, at once; the next update is good."""
         with self._ends(3) as (sender, hubs):
             update = Transfer(sender, hubs, _model(1), bucket_bytes=1024, seats=seats_for(1, 2))
-            update.receivers[2].take = _raise_at("t3")
+            update.receivers[2].take = raise_at("t3")
             update.run()
-            assert isinstance(update.receivers[2].error, _Broken)
+            assert isinstance(update.receivers[2].error, RankFault)
             # First: a sender that looks late may hear others as well, who gave up because of this one.
             assert _places(update.sender_error)[0] == ("peer_lost", "r1", 1)
             assert "t3" in str(update.sender_error)  # what it said
@@ -175,7 +174,7 @@ class StreamContract(TransportContract):
         with self._ends(2) as (sender, hubs):
             held = HeldSender(sender, _first(_model(1), "t3") + 2, then_s=SHORT_S)
             update = Transfer(held, hubs, _model(1), bucket_bytes=1024, seats=seats_for(1, 1))
-            slow = _Stuck("t3")
+            slow = Stuck("t3")
             update.receivers[1].take = slow
             # The other one has said all that it can, before the sender's patience becomes short.
             update.receivers[0].waiting(held.release, _first(_model(1), "t3") + 1)
@@ -192,7 +191,7 @@ class StreamContract(TransportContract):
         with self._ends(2) as (sender, hubs):
             update = Transfer(sender, hubs, _model(1), bucket_bytes=1024)
             assert update.plan is not None
-            update.receivers[1].take = _Lagging(update.plan.buckets[-1].chunks[0], 2.5 * SIGN_S)
+            update.receivers[1].take = Lagging(update.plan.buckets[-1].chunks[0], 2.5 * SIGN_S)
             self._good(update.run())
             self._good(Transfer(sender, hubs, _model(2)).run())
 
@@ -275,7 +274,7 @@ class StreamContract(TransportContract):
     def test_a_stopped_receiver_ends_the_update(self) -> None:
         with self._ends(2) as (sender, hubs):
             update = Transfer(sender, hubs, _model(1), bucket_bytes=1024)
-            stopping = _Stopping("t3")
+            stopping = Stopping("t3")
             update.receivers[0].take, update.receivers[0].should_stop = stopping, stopping.stopped.is_set
             update.run()
             assert isinstance(update.receivers[0].error, Cancelled)
@@ -292,7 +291,7 @@ class StreamContract(TransportContract):
                 update = Transfer(held, hubs, _model(1), bucket_bytes=1024)
                 assert update.plan is not None
                 stop = threading.Event()
-                update.receivers[failing].take = _Failing(update.plan.buckets[2].chunks[0], held.waiting)
+                update.receivers[failing].take = Failing(update.plan.buckets[2].chunks[0], held.waiting)
                 update.receivers[1 - failing].should_stop = stop.is_set
                 update.start()
                 update.join_receiver(failing)
@@ -310,7 +309,7 @@ class StreamContract(TransportContract):
     def test_an_abort_from_another_thread(self) -> None:
         with self._ends(2) as (sender, hubs):
             update = Transfer(sender, hubs, _model(1), bucket_bytes=1024)
-            stuck = _Stuck("t3", then=lambda: sender.abort("enough"))
+            stuck = Stuck("t3", then=lambda: sender.abort("enough"))
             update.receivers[1].take = stuck
             update.start()
             update.join_sender()
@@ -344,147 +343,8 @@ class _Ends:
         return self._sender, self._hubs
 
     def __exit__(self, *_exc: object) -> None:
-        _close(self._hubs)
+        close_all(self._hubs)
         self._sender.close()
-
-
-class _Streamed:
-    """A `Source` whose `read` is one transfer: a sender in a thread, a second receiver that takes everything."""
-
-    def __init__(
-        self,
-        sender: StreamSender,
-        hubs: tuple[Hub, Hub],
-        tensors: Mapping[str, torch.Tensor],
-        fault: Callable[[], tuple[str, str]],
-    ) -> None:
-        self._sender, self._hubs, self._tensors, self._fault = sender, hubs, tensors, fault
-        self._plan = StreamPlan(specs_of(tensors), 1024)
-        self._manifest = manifest_of(self._plan.tensors)
-        self._offer = offer_of(sender, seats_for(1, 1))
-        self._source = StreamSource(sender.kind, self._manifest, hubs[0].receiver(self._offer, 0))
-        self.kind = sender.kind
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        return self._source.specs
-
-    @property
-    def manifest(self) -> Manifest | None:
-        return self._source.manifest
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        return self._source.warnings
-
-    def read(
-        self,
-        reads: Sequence[Read],
-        *,
-        progress: Callable[[int], None] = lambda _bytes: None,
-        should_stop: Callable[[], bool] = lambda: False,
-    ) -> ReadReport:
-        fault, name = self._fault()
-        sender = FaultySender(self._sender, fault, name) if fault else self._sender
-        thread = threading.Thread(target=self._send, args=(sender,))
-        other = Receiving(self._hubs[1], self._manifest)
-        threads = [thread, other.start(self._offer, 1)]
-        thread.start()
-        try:
-            report = self._source.read(reads, progress=progress, should_stop=should_stop)
-        except BaseException:
-            self._source.close()
-            self._sender.abort("the reader is gone")
-            raise
-        finally:
-            for each in threads:
-                each.join(60)
-                assert not each.is_alive()
-        assert other.error is None
-        assert fault or digests(other.arrived) == digests(dict(self._tensors))
-        return report
-
-    def recheck(self) -> None:
-        self._source.recheck()
-
-    def close(self) -> None:
-        self._source.close()
-        _close(self._hubs)
-        self._sender.close()
-
-    def _send(self, sender: StreamSender) -> None:
-        with suppress(LiveweightsError):  # a reader that was refused something has said so itself
-            send_all(sender, self._offer, self._plan, self._tensors, 30.0)
-
-
-class _Broken(RuntimeError):
-    pass
-
-
-def _raise_at(name: str) -> Callable[[Chunk, torch.Tensor], None]:
-    def take(chunk: Chunk, _data: torch.Tensor) -> None:
-        if chunk.name == name:
-            raise _Broken(name)
-
-    return take
-
-
-class _Failing:
-    """Finds a fault at one chunk, but not before `when`."""
-
-    def __init__(self, chunk: Chunk, when: threading.Event) -> None:
-        self.chunk, self.when = chunk, when
-
-    def __call__(self, chunk: Chunk, _data: torch.Tensor) -> None:
-        if chunk == self.chunk:
-            assert self.when.wait(60)
-            raise Aborted(Failure("tensor_digest", "not what was promised", tensor=chunk.name))
-
-
-class _Stuck:
-    """Stands still at tensor `name` until released."""
-
-    def __init__(self, name: str, then: Callable[[], None] = lambda: None) -> None:
-        self.name, self.then, self.release = name, then, threading.Event()
-
-    def __call__(self, chunk: Chunk, _data: torch.Tensor) -> None:
-        if chunk.name == self.name:
-            self.then()
-            self.release.wait(60)
-
-
-class _Lagging:
-    """Takes one chunk so many seconds after it came."""
-
-    def __init__(self, chunk: Chunk, seconds: float) -> None:
-        self.chunk, self.seconds = chunk, seconds
-
-    def __call__(self, chunk: Chunk, _data: torch.Tensor) -> None:
-        if chunk == self.chunk:
-            threading.Event().wait(self.seconds)
-
-
-class _Stopping:
-    """Asks for an end at tensor `name`."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.stopped = name, threading.Event()
-
-    def __call__(self, chunk: Chunk, _data: torch.Tensor) -> None:
-        if chunk.name == self.name:
-            self.stopped.set()
-
-
-class _Slow:
-    """Takes its time over every few chunks, by work and not by sleeping."""
-
-    def __init__(self, every: int) -> None:
-        self.every, self.count = every, 0
-
-    def __call__(self, _chunk: Chunk, _data: torch.Tensor) -> None:
-        self.count += 1
-        if self.count % self.every == 0:
-            torch.ones(300, 300) @ torch.ones(300, 300)
 
 
 def _model(seed: int) -> dict[str, torch.Tensor]:
@@ -515,8 +375,3 @@ def _code(error: BaseException | None) -> str:
 def _places(error: BaseException | None) -> list[tuple[str, str, int | None]]:
     assert isinstance(error, LiveweightsError), error
     return [(failure.code, failure.replica, failure.rank) for failure in error.failures]
-
-
-def _close(hubs: Sequence[Hub]) -> None:
-    for hub in hubs:
-        hub.close()
