@@ -24,7 +24,7 @@ import torch
 from benchmarks.common import Report, best_of
 from engine_adapter.base import Parameter
 from engine_adapter.rank.exchange import CHUNK_BYTES
-from engine_adapter.rank.spare import Spare
+from engine_adapter.rank.spare import RankSpare
 from transports.base import Box, Read
 from transports.buckets import BUCKET_BYTES, StreamPlan
 from transports.cuda_ipc import CudaIpcHub, CudaIpcSender
@@ -80,9 +80,9 @@ def installs(report: Report, live: dict[str, torch.Tensor], rounds: int) -> None
     for chunk in CHUNKS:
         bound = dict(live)
         parameters = {name: Parameter(name, t, partial(bound.__setitem__, name)) for name, t in live.items()}
-        spare = Spare(parameters, chunk_bytes=chunk)
+        spare = RankSpare(parameters, chunk_bytes=chunk)
 
-        def install(spare: Spare, mode: InstallMode) -> None:
+        def install(spare: RankSpare, mode: InstallMode) -> None:
             spare.install(mode)
             spare.settle()
 
@@ -262,7 +262,7 @@ def pause(report: Report, nbytes: int, rounds: int) -> None:
     live = matrices(nbytes)
     total, bound = sum(tensor.nbytes for tensor in live.values()), dict(live)
     parameters = {name: Parameter(name, t, partial(bound.__setitem__, name)) for name, t in live.items()}
-    spare = Spare(parameters)
+    spare = RankSpare(parameters)
 
     def install(mode: InstallMode) -> None:
         spare.install(mode)

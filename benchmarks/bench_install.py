@@ -16,7 +16,7 @@ from benchmarks.common import Report, best_of
 from engine_adapter.base import Parameter
 from engine_adapter.placement.declared.rules import Rules
 from engine_adapter.rank.exchange import one_thread
-from engine_adapter.rank.spare import Spare
+from engine_adapter.rank.spare import RankSpare
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from transports.testing import MemorySource
 from updater.core.policy import InstallMode
@@ -54,7 +54,9 @@ def bare(first: torch.Tensor, second: torch.Tensor, bounce: torch.Tensor) -> Non
 def installs(report: Report, sizes: Mapping[str, tuple[int, ...]], rounds: int) -> None:
     """A spare beside live tensors of these sizes, exchanged and flipped."""
     bound = {name: torch.full(shape, 0.5, dtype=torch.bfloat16) for name, shape in sizes.items()}
-    spare = Spare({name: Parameter(name, tensor, partial(bound.__setitem__, name)) for name, tensor in bound.items()})
+    spare = RankSpare(
+        {name: Parameter(name, tensor, partial(bound.__setitem__, name)) for name, tensor in bound.items()}
+    )
 
     def install(mode: InstallMode) -> None:
         spare.install(mode)

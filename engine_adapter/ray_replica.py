@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from engine_adapter.replica.launch import FrontSettings, Replica
-from engine_adapter.replica.life import Membership
+from engine_adapter.replica.lifecycle import Membership
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.core.participant import MESSAGES, FrontState
 from updater.protocol.problems import problem_body
@@ -68,7 +68,7 @@ class ReplicaActor:
     def __init__(self, settings: FrontSettings, address: str, broken_s: float = BROKEN_S) -> None:
         self._address, self._loop = address, LoopThread("front")
         self._replica, self._stop, self._life = self._loop.submit(_begin(settings, Address.parse(address))).result()
-        self._face = in_process.Face(self._replica.server.config.app, self._loop, settings.tokens.admin)  # type: ignore[arg-type]
+        self._face = in_process.LocalApp(self._replica.server.config.app, self._loop, settings.tokens.admin)  # type: ignore[arg-type]
         self._watch = self._loop.submit(self._end_when_over(broken_s))
 
     async def _end_when_over(self, broken_s: float) -> None:

@@ -55,7 +55,7 @@ class CoordinatorActor:
         self._me = ray.get_runtime_context().current_actor
         self._loop = LoopThread("coordinator")
         self._coordinator = self._loop.submit(self._begin(settings)).result()
-        self._face = in_process.Face(create_app(self._coordinator), self._loop, settings.tokens.admin)
+        self._face = in_process.LocalApp(create_app(self._coordinator), self._loop, settings.tokens.admin)
 
     async def _begin(self, settings: Settings) -> Coordinator:
         coordinator = Coordinator(settings, participants(settings), on_stop=self._stopped)

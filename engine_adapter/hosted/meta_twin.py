@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from engine_adapter.placement.recorded.record import Start, place
+from engine_adapter.placement.recorded.record import StartCheckpoint, place
 from engine_adapter.placement.recorded.twin import Twin
 from engine_adapter.placement.rows import Placement
 from updater.core.errors import Failure, Rejected
@@ -35,7 +35,7 @@ class RecordedPlacements:
 
     def __init__(self, twin: Twin, rank: int, size: int, kv_heads: int = 0) -> None:
         self._twin, self.rank, self.size, self._kv_heads = twin, rank, size, kv_heads
-        self._start: Start | None = None
+        self._start: StartCheckpoint | None = None
         self._placements: dict[str, Placement] = {}
         self._lock = threading.Lock()
 
@@ -63,7 +63,7 @@ class RecordedPlacements:
 
     def _remember(self, key: str, specs: Mapping[str, TensorSpec], found: Placement) -> None:
         if self._start is None:
-            self._start = Start(dict(specs), found)
+            self._start = StartCheckpoint(dict(specs), found)
         elif len(self._placements) > _KEPT:
             del self._placements[list(self._placements)[1]]  # the oldest but the start's
         self._placements[key] = found

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from engine_adapter.base import EngineSpec
-from engine_adapter.rank.channel import ChannelClosed, ChannelError, FrontChannel, Staged
-from engine_adapter.rank.messages import CacheTier, Hello, RankInvalidate, RankInvalidateReply
+from engine_adapter.rank.channel import BytesStaged, ChannelClosed, ChannelError, FrontChannel
+from engine_adapter.rank.messages import CacheTier, RankHello, RankInvalidate, RankInvalidateReply
 from engine_adapter.replica.ranks import RankCalls, RankLine
 from updater.core.errors import Aborted, Failure
 from updater.core.policy import CachePolicy
@@ -76,7 +76,7 @@ class AttachedPool(RankCalls):
         options: Mapping[str, str | int | float | bool] | None = None,
         *,
         on_death: Callable[[Failure], None],
-        on_staged: Callable[[int, Staged], None],
+        on_staged: Callable[[int, BytesStaged], None],
         relabelled: Callable[[str, str, CachePolicy], None],
     ) -> None:
         super().__init__(on_staged=on_staged, on_death=on_death)
@@ -86,7 +86,7 @@ class AttachedPool(RankCalls):
         self._readers: list[asyncio.Task[None]] = []
         self._pauses = itertools.count(1)
 
-    async def start(self, deadline_s: float) -> tuple[Hello, ...]:
+    async def start(self, deadline_s: float) -> tuple[RankHello, ...]:
         """All workers attached, their placements recorded and their spares allocated. Raises Aborted."""
         lines = await self._attached(deadline_s)
         self.lines.extend(lines)

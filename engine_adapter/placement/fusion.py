@@ -27,7 +27,7 @@ class FusionError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FusedPiece:
     """`length` neighbours along the fused dimension: from `part` on in the part, from `whole` on in the whole."""
 
     part: int
@@ -36,7 +36,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FusedPart:
     """One tensor inside the whole. `expert`: its index in the leading dimension, or None if there is none.
 
     `pieces`: ordered by `part`.
@@ -44,7 +44,7 @@ class Part:
 
     name: str
     expert: int | None
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FusedPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Fusion:
     dim: int
     dims: int
     transposed: bool
-    parts: Mapping[str, Part]
+    parts: Mapping[str, FusedPart]
 
     def fused(self, row: CopyRow) -> Iterator[CopyRow]:
         """A row that reads a part, as rows that read the whole."""
@@ -94,7 +94,7 @@ class Fusion:
         swapped = {last: last - 1, last - 1: last}.get(dim, dim) if self.transposed else dim
         return swapped + lead
 
-    def _outer(self, part: Part, box: Box) -> Box:
+    def _outer(self, part: FusedPart, box: Box) -> Box:
         start, size = _swapped(box) if self.transposed else (box.start, box.size)
         return Box(start, size) if part.expert is None else Box((part.expert, *start), (1, *size))
 
@@ -102,7 +102,7 @@ class Fusion:
         inner = Box(box.start[1:], box.size[1:]) if lead else box
         return Box(*_swapped(inner)) if self.transposed else inner
 
-    def _outward(self, part: Part, row: CopyRow) -> tuple[int, ...] | None:
+    def _outward(self, part: FusedPart, row: CopyRow) -> tuple[int, ...] | None:
         lead = part.expert is not None
         moved = row.permute or tuple(range(self.dims))
         found = (*((0,) if lead else ()), *(self._whole_dim(dim, lead) for dim in moved))
@@ -137,7 +137,7 @@ def fusion_of(
     inner = whole.shape[1:] if lead else whole.shape
     if transposed:
         inner = (*inner[:-2], inner[-1], inner[-2])
-    found: dict[str, Part] = {}
+    found: dict[str, FusedPart] = {}
     dim = 0
     for expert, names in _by_expert(parts, lead).items():
         if expert is not None and expert >= whole.shape[0]:
@@ -146,7 +146,7 @@ def fusion_of(
         dim = _dimension([parts[name].shape for name in ordered], inner)
         sizes = [parts[name].shape[dim] if inner else 1 for name in ordered]
         for name, pieces in zip(ordered, _pieces(kind, sizes, kv_heads), strict=True):
-            found[name] = Part(name, expert, pieces)
+            found[name] = FusedPart(name, expert, pieces)
     return Fusion(whole.name, dim, count, transposed, found)
 
 
@@ -186,12 +186,12 @@ def _dimension(shapes: Sequence[tuple[int, ...]], whole: tuple[int, ...]) -> int
     raise FusionError(f"{' and '.join(str(list(shape)) for shape in shapes)} do not add up to {list(whole)}")
 
 
-def _pieces(kind: SourceLayout, sizes: Sequence[int], kv_heads: int) -> list[tuple[Piece, ...]]:
+def _pieces(kind: SourceLayout, sizes: Sequence[int], kv_heads: int) -> list[tuple[FusedPiece, ...]]:
     """For every part, where its runs lie in the whole."""
     if kind is SourceLayout.INTERLEAVED:
         if len(sizes) < 2 or len(set(sizes)) > 1:
             raise FusionError(f"parts of {list(sizes)} cannot be interleaved")
-        return [tuple(Piece(i, i * len(sizes) + at, 1) for i in range(sizes[0])) for at in range(len(sizes))]
+        return [tuple(FusedPiece(i, i * len(sizes) + at, 1) for i in range(sizes[0])) for at in range(len(sizes))]
     groups = 1
     if kind is SourceLayout.BY_KV_HEAD:
         if len(sizes) != 3 or sizes[1] != sizes[2]:
@@ -203,12 +203,12 @@ def _pieces(kind: SourceLayout, sizes: Sequence[int], kv_heads: int) -> list[tup
     for share in shares:
         starts.append(starts[-1] + share)
     return [
-        tuple(Piece(group * share, group * starts[-1] + start, share) for group in range(groups))
+        tuple(FusedPiece(group * share, group * starts[-1] + start, share) for group in range(groups))
         for share, start in zip(shares, starts, strict=False)
     ]
 
 
-def _overlapping(pieces: Sequence[Piece], low: int, high: int) -> Iterator[Piece]:
+def _overlapping(pieces: Sequence[FusedPiece], low: int, high: int) -> Iterator[FusedPiece]:
     for piece in pieces[max(0, bisect_right(pieces, low, key=lambda each: each.part) - 1) :]:
         if piece.part >= high:
             return

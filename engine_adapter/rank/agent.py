@@ -10,7 +10,7 @@ from engine_adapter.base import RankEngine
 from engine_adapter.rank.install import InstallHalf
 from engine_adapter.rank.messages import RankDiscard, RankDone, RankStatus, RankStatusReply
 from engine_adapter.rank.plan import Opener
-from engine_adapter.rank.spare import Spare
+from engine_adapter.rank.spare import RankSpare
 from engine_adapter.rank.staging import StagingHalf
 from engine_adapter.rank.state import DerivedStates, RankState, wrong_phase
 from transports.registry import Transports
@@ -28,7 +28,7 @@ class RankAgent(StagingHalf, InstallHalf):
     the spare at once. `clock`: monotonic seconds. `poison`: fill the spare with NaN before every staging; without it
     only where no digests are promised, so that what a source never wrote is still seen. `tell(serial, bytes)`: hears
     now and then, on whatever thread reads, how far a staging is. `awaited`: whether a staging verb waits for the one
-    that runs; an audit then ends. `host_spare`: see `Spare`; the engine then offers no `flip`.
+    that runs; an audit then ends. `host_spare`: see `RankSpare`; the engine then offers no `flip`.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class RankAgent(StagingHalf, InstallHalf):
         host_spare: bool = False,
     ) -> None:
         parameters = engine.parameters()
-        spare = Spare(parameters, on_host=host_spare)
+        spare = RankSpare(parameters, on_host=host_spare)
         self._transports = Transports()
         state = RankState(engine, spare, DerivedStates(engine.derived(), parameters), clock)
         super().__init__(state, open_source or self._transports.open, poison, tell, awaited)
 
     @property
-    def spare(self) -> Spare:
+    def spare(self) -> RankSpare:
         """For tests and figures."""
         return self._state.spare
 

@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any
 
 from engine_adapter.base import EngineSpec, GenerateRequest, TokenEvent
-from engine_adapter.rank.messages import RANK_MESSAGES, Hello, RankDone
+from engine_adapter.rank.messages import RANK_MESSAGES, RankDone, RankHello
 from updater.protocol import wire
 
 _LENGTH = struct.Struct(">I")
@@ -42,7 +42,7 @@ class FrameKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class FrameHeader:
     """`id` pairs answers with calls; 0 for events."""
 
     kind: FrameKind
@@ -54,12 +54,12 @@ class Header:
 class Frame:
     """`body`: the message as JSON, not yet decoded: its type follows from the verb."""
 
-    header: Header
+    header: FrameHeader
     body: bytes
 
     @classmethod
     def of(cls, kind: FrameKind, number: int, verb: str, message: Any) -> Frame:
-        return cls(Header(kind, number, verb), wire.encode(message))
+        return cls(FrameHeader(kind, number, verb), wire.encode(message))
 
     def pack(self) -> bytes:
         """The frame with its length. Raises ChannelError if it is over the bound."""
@@ -74,7 +74,7 @@ class Frame:
         if not separator:
             raise ChannelError("a frame without a header line")
         try:
-            return cls(wire.decode(Header, head), body)
+            return cls(wire.decode(FrameHeader, head), body)
         except wire.WireError as error:
             raise ChannelError(str(error)) from None
 
@@ -178,7 +178,7 @@ class StartServing:
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class RankLabel:
     """Relabel equal bytes, while paused: a joiner whose live digest is the fleet's opens under the fleet's version."""
 
     version: str
@@ -205,14 +205,14 @@ class StopEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokensMade:
     """Event: new tokens, in order per request."""
 
     events: tuple[TokenEvent, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class BytesStaged:
     """Event: `done` bytes of what update `serial` has to bring to this rank are read."""
 
     serial: int
@@ -224,9 +224,9 @@ ENGINE_FAILED = 71
 
 #: verb -> (request type, reply type)
 CONTROL_MESSAGES: dict[str, tuple[type, type]] = {
-    "build": (Build, Hello),
+    "build": (Build, RankHello),
     "start": (StartServing, RankDone),
-    "label": (Label, RankDone),
+    "label": (RankLabel, RankDone),
     "submit": (GenerateRequest, RankDone),
     "cancel_request": (CancelRequest, RankDone),
     "cancel_staging": (CancelStaging, RankDone),

@@ -2,7 +2,7 @@
 
 Verbs of a transaction go to the agent; `build` to `stop` are done here, with the engine. Verbs of `STAGING_VERBS` run
 one at a time on a thread of low priority, because serving goes on meanwhile; every other verb runs on the thread that
-reads. This is the rank boundary: whatever a verb raises becomes a `Refused`.
+reads. This is the rank boundary: whatever a verb raises becomes a `RankRefused`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from engine_adapter.rank.agent import STAGING_VERBS, RankAgent
 from engine_adapter.rank.channel import (
     CALLS,
     Build,
+    BytesStaged,
     CancelRequest,
     CancelStaging,
     ChannelClosed,
     ChannelError,
     Frame,
     FrameKind,
-    Label,
     RankChannel,
-    Staged,
+    RankLabel,
     StartServing,
     StopEngine,
-    Tokens,
+    TokensMade,
 )
-from engine_adapter.rank.messages import RANK_MESSAGES, Hello, RankDone, Refused, hello_of
+from engine_adapter.rank.messages import RANK_MESSAGES, RankDone, RankHello, RankRefused, hello_of
 from transports.base import Cancelled
 from updater.core.errors import Failure, LiveweightsError
 from updater.protocol import wire
@@ -72,7 +72,7 @@ class RankHost(Generic[Engine]):
             raise LiveweightsError(Failure("wrong_phase", "the model is not loaded"))
         return self._built
 
-    def build(self, request: Build) -> Hello:
+    def build(self, request: Build) -> RankHello:
         engine = self.make_engine(request)
         on_host = spare_on_host(engine)
         agent = RankAgent(engine, tell=self._tell, awaited=self.server.awaited, host_spare=on_host)
@@ -83,7 +83,7 @@ class RankHost(Generic[Engine]):
         self.agent.label(request.version, request.digest)
         self.engine.start(self._emit)
 
-    def label(self, request: Label) -> None:
+    def label(self, request: RankLabel) -> None:
         self.agent.relabel(request.version, request.digest)
 
     def submit(self, request: GenerateRequest) -> None:
@@ -101,10 +101,10 @@ class RankHost(Generic[Engine]):
             self.engine.stop(request.deadline_s)
 
     def _tell(self, serial: int, done: int) -> None:
-        self.server.event("staged", Staged(serial, done))
+        self.server.event("staged", BytesStaged(serial, done))
 
     def _emit(self, event: TokenEvent) -> None:
-        self.server.event("tokens", Tokens((event,)))
+        self.server.event("tokens", TokensMade((event,)))
 
 
 def spare_on_host(engine: object) -> bool:
@@ -188,9 +188,9 @@ class RankServer:
         except Exception as error:  # the rank boundary
             if not isinstance(error, LiveweightsError | Cancelled | TimeoutError):
                 traceback.print_exc()
-            answer = Frame.of(FrameKind.REFUSED, number, verb, Refused(failures_of(error)))
+            answer = Frame.of(FrameKind.REFUSED, number, verb, RankRefused(failures_of(error)))
         try:
             self._channel.send(answer)
         except ChannelError as error:  # too long for a frame: the front must not wait for it
-            refused = Refused((Failure("body_too_large", str(error)),))
+            refused = RankRefused((Failure("body_too_large", str(error)),))
             self._channel.send(Frame.of(FrameKind.REFUSED, number, verb, refused))

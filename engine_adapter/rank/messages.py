@@ -1,8 +1,8 @@
 """What a front tells its ranks and what they answer, over the channel between two processes of one replica.
 
 A rank obeys only its front: fencing, leases and the replica table are the front's; the rank checks serials only to
-be idempotent. Every reply is an `Answer` or a `Refused` with failures; a rank never lets an exception travel.
-`Hello` is how a rank introduces its engine, `hello_of` makes it.
+be idempotent. Every reply is an `Answer` or a `RankRefused` with failures; a rank never lets an exception travel.
+`RankHello` is how a rank introduces its engine, `hello_of` makes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from updater.protocol.model_tokenizer import TokenizerData
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class RankHello:
     """First message of a rank, unasked, when its model is loaded."""
 
     info: RankInfo
@@ -225,7 +225,7 @@ class RankDone:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RankRefused:
     failures: tuple[Failure, ...]
 
 
@@ -247,7 +247,7 @@ RANK_MESSAGES: dict[str, tuple[type, type]] = {
 }
 
 
-def hello_of(engine: RankEngine, spec: EngineSpec) -> Hello:
+def hello_of(engine: RankEngine, spec: EngineSpec) -> RankHello:
     """`spec`: what the engine was built from."""
     parameters = engine.parameters()
     info = RankInfo(
@@ -260,7 +260,7 @@ def hello_of(engine: RankEngine, spec: EngineSpec) -> Hello:
     model = running_document(spec.model, engine)
     # Rank 0 says what it is; the others only that it is the same.
     said = model if spec.rank == 0 else None
-    return Hello(info, spec.size, engine.name, engine.capabilities, config_hash(model), said)
+    return RankHello(info, spec.size, engine.name, engine.capabilities, config_hash(model), said)
 
 
 def running_document(folder: str, engine: object) -> ModelDocument:

@@ -241,7 +241,7 @@ def _manifest_digests(source: Source) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class CancelToken:
     """Whether long work should end: its update was cancelled, or its time is over (I9)."""
 
     cancelled: Callable[[], bool]
@@ -266,7 +266,7 @@ def replay(
     plan: Plan,
     live: Mapping[str, torch.Tensor],
     spare: Mapping[str, torch.Tensor],
-    stop: Stop,
+    stop: CancelToken,
     progress: Callable[[int], None],
 ) -> int:
     """Fill the spare of a checked plan; bytes asked for. Raises `LiveweightsError`; the spare is then a mix.
@@ -295,7 +295,7 @@ def replay(
     return report.bytes_asked
 
 
-def _refuse_nonfinite(rows: list[CopyRow], spare: Mapping[str, torch.Tensor], stop: Stop) -> None:
+def _refuse_nonfinite(rows: list[CopyRow], spare: Mapping[str, torch.Tensor], stop: CancelToken) -> None:
     """A whole parameter is looked at first; only where that says no, the rows are, to name the tensor."""
     suspect: set[str] = set()
     for target in dict.fromkeys(row.target for row in rows):

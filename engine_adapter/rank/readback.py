@@ -17,7 +17,7 @@ from engine_adapter.placement.casts import Cast
 from engine_adapter.placement.regions import pieces, source_region
 from engine_adapter.placement.rows import CopyRow
 from engine_adapter.placement.values import AtomDigest, TensorCuts
-from engine_adapter.rank.plan import Plan, Stop
+from engine_adapter.rank.plan import CancelToken, Plan
 from transports.base import Box, Cancelled, Read
 from transports.digest import add, region_digest, tensor_digest, to_hex
 from transports.dtypes import DTYPE_NAMES, TORCH_DTYPES, carrier, is_packed
@@ -36,7 +36,7 @@ class ReadBack:
     parameters: Mapping[str, int]
 
 
-def read_back(plan: Plan, spare: Mapping[str, torch.Tensor], cuts: Sequence[TensorCuts], stop: Stop) -> ReadBack:
+def read_back(plan: Plan, spare: Mapping[str, torch.Tensor], cuts: Sequence[TensorCuts], stop: CancelToken) -> ReadBack:
     """Raises `LiveweightsError`: cuts that do not fit, bytes that are not the cast of the source's, time."""
     return _Reader(plan, spare, {each.name: each.cuts for each in cuts}, stop).run()
 
@@ -52,7 +52,7 @@ class _Reader:
     plan: Plan
     spare: Mapping[str, torch.Tensor]
     cuts: Mapping[str, Cuts]
-    stop: Stop
+    stop: CancelToken
     #: (source, copy number) -> cell -> what was added so far
     found: dict[tuple[str, int], dict[Box, _Cell]] = field(default_factory=lambda: defaultdict(dict))
     whole: dict[str, int] = field(default_factory=dict)
@@ -192,12 +192,12 @@ def _bad_cuts(name: str) -> Aborted:
 PIECE_BYTES = 16 << 20
 
 
-def parameter_digests(tensors: Mapping[str, torch.Tensor], stop: Stop) -> dict[str, int]:
+def parameter_digests(tensors: Mapping[str, torch.Tensor], stop: CancelToken) -> dict[str, int]:
     """The digest of every tensor in its own coordinates. Raises `Aborted` soon after `stop` says so."""
     return {name: parameter_digest(tensor, stop) for name, tensor in tensors.items()}
 
 
-def parameter_digest(tensor: torch.Tensor, stop: Stop, piece_bytes: int = PIECE_BYTES) -> int:
+def parameter_digest(tensor: torch.Tensor, stop: CancelToken, piece_bytes: int = PIECE_BYTES) -> int:
     """`tensor_digest`, under a stop."""
     dtype, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
     if is_packed(dtype):  # a piece must not cut a byte
@@ -207,7 +207,7 @@ def parameter_digest(tensor: torch.Tensor, stop: Stop, piece_bytes: int = PIECE_
 
 
 def region_digest_until(
-    region: torch.Tensor, shape: Sequence[int], dtype: str, box: Box, stop: Stop, piece_bytes: int = PIECE_BYTES
+    region: torch.Tensor, shape: Sequence[int], dtype: str, box: Box, stop: CancelToken, piece_bytes: int = PIECE_BYTES
 ) -> int:
     """`transports.digest.region_digest`, under a stop. Packed types are digested in one piece."""
     if region.nbytes <= piece_bytes or is_packed(dtype):

@@ -1,7 +1,7 @@
 """The spare: a second storage for every parameter of a rank, allocated and touched once.
 
-It is what an update is staged into and, after the install, what the previous version lies in. `Spare` moves bytes and
-bindings and keeps the state; who may do what when is the rank agent's business.
+It is what an update is staged into and, after the install, what the previous version lies in. `RankSpare` moves bytes
+and bindings and keeps the state; who may do what when is the rank agent's business.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALIGN = 256
 _ARENA_BYTES = 1 << 30
 
 
-class Spare:
+class RankSpare:
     """Two sides of equal tensors per parameter; one is live. `live` and `spare` map parameter names to tensors.
 
     `on_host`: the second side lies in host memory, pinned where the first is on a device; only `exchange` installs it.

@@ -29,7 +29,7 @@ from engine_adapter.rank.messages import (
     RankStageReply,
     RankVerify,
 )
-from engine_adapter.rank.plan import Opener, Plan, Stop, dtypes_held, make_plan, replay
+from engine_adapter.rank.plan import CancelToken, Opener, Plan, dtypes_held, make_plan, replay
 from engine_adapter.rank.readback import parameter_digests, read_back
 from engine_adapter.rank.state import RankState, failed, wrong_phase
 from transports.digest import to_hex
@@ -135,7 +135,7 @@ class StagingHalf:
             plan.close()
             return reply
 
-    def _verified(self, plan: Plan, request: RankVerify, stop: Stop) -> tuple[RankVerifyReply, dict[str, int]]:
+    def _verified(self, plan: Plan, request: RankVerify, stop: CancelToken) -> tuple[RankVerifyReply, dict[str, int]]:
         state = self._state
         plan.source.recheck()
         spare = state.spare.spare
@@ -198,12 +198,12 @@ class StagingHalf:
             found = parameter_digests(self._state.spare.live, self._endless())
             return RankDigestsReply(tuple(NamedDigest(name, to_hex(value)) for name, value in found.items()))
 
-    def _stop(self, plan: Plan, deadline_s: float) -> Stop:
-        return Stop(plan.cancelled.is_set, self._state.clock() + deadline_s, self._state.clock)
+    def _stop(self, plan: Plan, deadline_s: float) -> CancelToken:
+        return CancelToken(plan.cancelled.is_set, self._state.clock() + deadline_s, self._state.clock)
 
-    def _endless(self, cancelled: Callable[[], bool] = lambda: False) -> Stop:
+    def _endless(self, cancelled: Callable[[], bool] = lambda: False) -> CancelToken:
         """For work over this rank's own memory, which ends by itself."""
-        return Stop(cancelled, _FOREVER, self._state.clock)
+        return CancelToken(cancelled, _FOREVER, self._state.clock)
 
 
 def differing(found: Mapping[str, int], known: Mapping[str, int]) -> tuple[str, ...]:
@@ -231,7 +231,7 @@ class Meter:
 
 
 def blank_sources(
-    plan: Plan, live: Mapping[str, torch.Tensor], spare: Mapping[str, torch.Tensor], stop: Stop
+    plan: Plan, live: Mapping[str, torch.Tensor], spare: Mapping[str, torch.Tensor], stop: CancelToken
 ) -> tuple[BlankTensor, ...]:
     """Sorted by name. A sound tensor is left at its first few elements, so this costs next to nothing.
 

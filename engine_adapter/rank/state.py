@@ -21,7 +21,7 @@ from engine_adapter.placement.spelling import Proved
 from engine_adapter.placement.values import RankVerifyReply
 from engine_adapter.rank.messages import RankStageReply, RankVerify
 from engine_adapter.rank.plan import Plan
-from engine_adapter.rank.spare import Spare
+from engine_adapter.rank.spare import RankSpare
 from updater.core.errors import Aborted, Failure, LiveweightsError, Rejected
 from updater.core.participant import SpareState
 from updater.core.policy import CachePolicy
@@ -55,7 +55,7 @@ class RankState:
     """
 
     engine: RankEngine
-    spare: Spare
+    spare: RankSpare
     derived: DerivedStates
     clock: Callable[[], float] = time.monotonic
     label: tuple[str, str] = (str(START), "")

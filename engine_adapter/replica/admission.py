@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine_adapter.base import GenerateRequest, TokenEvent
-from engine_adapter.replica.replies import Piece, Running, Wanted
+from engine_adapter.replica.replies import ReplyPiece, RunningReply, Wanted
 from updater.core.errors import Aborted, Failure, LiveweightsError, Rejected, Unavailable
 from updater.core.policy import InFlight
 
@@ -29,7 +29,7 @@ class AdmissionController(ABC):
 
     def __init__(self, limits: Limits | None) -> None:
         self._limits = limits or Limits()
-        self._door = Door(self._limits)
+        self._door = WaitQueue(self._limits)
         self._changed = asyncio.Event()  # fewer requests are left
         self.mixed = 0
         self.stale = False
@@ -103,9 +103,9 @@ class Gate(AdmissionController):
     def __init__(self, engine: RequestEngine, limits: Limits | None = None) -> None:
         super().__init__(limits)
         self._engine = engine
-        self._running: dict[str, Running] = {}  # by engine id
+        self._running: dict[str, RunningReply] = {}  # by engine id
         self._ending: set[str] = set()  # cancelled by us, not yet let go of by the engine
-        self._parked: list[Running] = []
+        self._parked: list[RunningReply] = []
         self._ids = itertools.count(1)
 
     @property
@@ -115,13 +115,13 @@ class Gate(AdmissionController):
     def next_id(self) -> str:
         return f"r{next(self._ids)}"
 
-    async def admit(self, request: GenerateRequest, wanted: Wanted) -> Running:
+    async def admit(self, request: GenerateRequest, wanted: Wanted) -> RunningReply:
         """Start the request now or when the gate opens.
 
         Raises Unavailable (`shut`, `queue_full`) or Rejected (`version_not_served`, retryable), nothing started.
         """
         await self._door.enter(wanted)
-        running = Running(request, wanted, self.version)
+        running = RunningReply(request, wanted, self.version)
         taken = self._submit(running, request)
         try:
             async with asyncio.timeout(self._limits.submit_s):
@@ -137,7 +137,7 @@ class Gate(AdmissionController):
             raise
         return running
 
-    def _submit(self, running: Running, request: GenerateRequest) -> asyncio.Future[Any]:
+    def _submit(self, running: RunningReply, request: GenerateRequest) -> asyncio.Future[Any]:
         """Sent when this returns. A refusal frees the id: no event of it will come."""
 
         def settled(done: asyncio.Future[Any]) -> None:
@@ -147,7 +147,7 @@ class Gate(AdmissionController):
             self._ending.discard(request.request_id)
             self._drop(request.request_id)
             failure = error.failures[0] if isinstance(error, LiveweightsError) else Failure("internal", str(error))
-            running.hand_out(Piece((), "error", failure))
+            running.hand_out(ReplyPiece((), "error", failure))
 
         if not running.spans:
             running.stale = self.stale
@@ -156,9 +156,9 @@ class Gate(AdmissionController):
         taken.add_done_callback(settled)
         return taken
 
-    def give_up(self, running: Running) -> None:
+    def give_up(self, running: RunningReply) -> None:
         """Its client is gone, or it may not go on: it ends here, and soon at the engine."""
-        running.hand_out(Piece((), "abort"))
+        running.hand_out(ReplyPiece((), "abort"))
         if running in self._parked:
             self._parked.remove(running)
         if self._running.pop(running.engine_id, None) is not None:
@@ -180,40 +180,40 @@ class Gate(AdmissionController):
             self.mixed += len(event.tokens)
             self._mixed(running, event)
         elif event.finish_reason is None:
-            running.hand_out(Piece(event.tokens))
+            running.hand_out(ReplyPiece(event.tokens))
         else:
             self._finished(running, event)
 
-    def _mixed(self, running: Running, event: TokenEvent) -> None:
+    def _mixed(self, running: RunningReply, event: TokenEvent) -> None:
         """Never answered as if nothing were wrong: the reply ends before the token that does not belong."""
         message = f"a token of {event.version!r} in a reply of {running.version!r}"
-        running.hand_out(Piece((), "error", Failure("internal", message)))
+        running.hand_out(ReplyPiece((), "error", Failure("internal", message)))
         self._drop(running.engine_id)
         if event.finish_reason is None:
             self._ending.add(event.request_id)
             self._engine.cancel(event.request_id)
 
-    def _finished(self, running: Running, event: TokenEvent) -> None:
+    def _finished(self, running: RunningReply, event: TokenEvent) -> None:
         self._drop(running.engine_id)
         if running.requeue and event.finish_reason == "abort":
             if event.tokens:
-                running.hand_out(Piece(event.tokens))
+                running.hand_out(ReplyPiece(event.tokens))
             self._go_on(running)
             return
         failure = Failure("rank_failed", event.error or "the engine failed", rank=0)
         broken = event.finish_reason == "error"
-        running.hand_out(Piece(event.tokens, event.finish_reason, failure if broken else None))
+        running.hand_out(ReplyPiece(event.tokens, event.finish_reason, failure if broken else None))
 
-    def _go_on(self, running: Running) -> None:
+    def _go_on(self, running: RunningReply) -> None:
         """The engine has let go of a request that recompute stopped: it waits for the gate, or goes on at once."""
         running.requeue = False
         if len(running.tokens) >= running.request.max_tokens:
-            running.hand_out(Piece((), "length"))
+            running.hand_out(ReplyPiece((), "length"))
         elif not self._door.is_open:
             self._parked.append(running)
         elif not running.wanted.accepts(self.version):
             running.ended_by_update = True
-            running.hand_out(Piece((), "abort"))
+            running.hand_out(ReplyPiece((), "abort"))
         else:
             if not running.spans:
                 running.version = self.version
@@ -270,7 +270,7 @@ class Gate(AdmissionController):
         self._door.break_down(failure)
         running_here, self._running = self._running, {}
         for running in [*running_here.values(), *self._parked]:
-            running.hand_out(Piece((), "error", failure))
+            running.hand_out(ReplyPiece((), "error", failure))
         self._parked.clear()
         for engine_id in running_here:
             self._ending.add(engine_id)
@@ -288,7 +288,7 @@ class Limits:
     submit_s: float = 30.0
 
 
-class Door:
+class WaitQueue:
     """Lives on one event loop; starts shut. `version`: label of what is served while it is open."""
 
     def __init__(self, limits: Limits) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from engine_adapter.placement.values import RankVerifyReply, TensorCuts, WireTensor
 from engine_adapter.rank.messages import (
-    Hello,
     RankAuditReply,
+    RankHello,
     RankInvalidateReply,
     RankPauseReply,
     RankPlanReply,
@@ -27,7 +27,7 @@ _LOADED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class AgreedPlan:
     """What planning left behind for staging and verifying."""
 
     request: PlanRequest | None  # None: the replay of the start checkpoint
@@ -46,7 +46,7 @@ def first_seat(request: PlanRequest) -> int:
         raise refuse("bad_request", "the stream's offer has no seats for this replica") from None
 
 
-def with_digests(planned: Planned, digests: dict[str, str]) -> Planned:
+def with_digests(planned: AgreedPlan, digests: dict[str, str]) -> AgreedPlan:
     """What the trainer promised only when its stream was sealed counts like what the manifest promised."""
     if not digests:
         return planned
@@ -60,7 +60,7 @@ def require_digests(tensors: tuple[WireTensor, ...]) -> None:
         raise refuse("manifest_required", "the policy requires digests, and the source brings none or not all")
 
 
-def same_build(hellos: Sequence[Hello]) -> None:
+def same_build(hellos: Sequence[RankHello]) -> None:
     """Raises Rejected unless every rank runs the same engine on the same config."""
     kinds = {(hello.engine, hello.config_hash, hello.capabilities) for hello in hellos}
     if len(kinds) > 1:
@@ -126,7 +126,7 @@ def warnings(replies: Sequence[RankPlanReply]) -> tuple[str, ...]:
 
 
 def not_proven(
-    version: str, hellos: Sequence[Hello], audits: Sequence[RankAuditReply], states: Sequence[RankStatusReply]
+    version: str, hellos: Sequence[RankHello], audits: Sequence[RankAuditReply], states: Sequence[RankStatusReply]
 ) -> tuple[Failure, ...]:
     """Why it is not known that every rank holds `version`, whole and as it was voted. Nothing: it is."""
     failures = list(mismatches("live", audits))
@@ -139,7 +139,7 @@ def not_proven(
 
 
 def check_config(
-    theirs: ModelDocument | None, hellos: tuple[Hello, ...], request: PlanRequest
+    theirs: ModelDocument | None, hellos: tuple[RankHello, ...], request: PlanRequest
 ) -> tuple[tuple[str, ...], Compared]:
     """(warnings, what was compared). None: what comes was compared when it was published first.
 

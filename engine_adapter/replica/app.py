@@ -35,7 +35,7 @@ OPERATOR_BODY = 4 << 10
 JSON_BODY = {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}}
 
 
-class ReplicaFace:
+class ReplicaApp:
     """Everything that HTTP may reach. `front` is set when the start checkpoint was admitted."""
 
     def __init__(self, replica: str, gate: AdmissionController) -> None:
@@ -156,7 +156,7 @@ class _Snapshot(Collector):
         return self._families()
 
 
-def make_app(face: ReplicaFace, gate: Gate, text: ModelText, tokens: Tokens, url: str = "") -> FastAPI:
+def make_app(face: ReplicaApp, gate: Gate, text: ModelText, tokens: Tokens, url: str = "") -> FastAPI:
     """`url`: the address that this replica announces; its coordinator shows the key that is made of it."""
     app = FastAPI(
         title="liveweights replica",
@@ -189,7 +189,7 @@ def make_app(face: ReplicaFace, gate: Gate, text: ModelText, tokens: Tokens, url
     return app
 
 
-def add_operator_routes(app: FastAPI, face: ReplicaFace) -> None:
+def add_operator_routes(app: FastAPI, face: ReplicaApp) -> None:
     """What a person may ask of one replica. Admin scope: `http.install` knows no other path for them."""
     app.add_api_route("/replica/v1/readmit", face.readmit, methods=["POST"], response_model=None)
     app.add_api_route(

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from engine_adapter.base import GenerateRequest
 from engine_adapter.replica.admission import Gate
-from engine_adapter.replica.replies import Piece, Running, Wanted, stale_prefix, version_of
+from engine_adapter.replica.replies import ReplyPiece, RunningReply, Wanted, stale_prefix, version_of
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.protocol.problems import problem_body
 from updater.server.guard import problem
@@ -109,7 +109,7 @@ class Completions:
             return StreamingResponse(self._chunks(running), media_type="text/event-stream")
         return await self._whole(running, request)
 
-    async def _admitted(self, body: CompletionRequest, request: Request) -> Running:
+    async def _admitted(self, body: CompletionRequest, request: Request) -> RunningReply:
         wanted = self._wanted(body.liveweights)
         generate = self._generate_request(body)
         admission = asyncio.ensure_future(self._gate.admit(generate, wanted))
@@ -146,7 +146,7 @@ class Completions:
         except ValueError as error:
             raise refuse("bad_request", str(error)) from None
 
-    async def _whole(self, running: Running, request: Request) -> Response:
+    async def _whole(self, running: RunningReply, request: Request) -> Response:
         stream = TextStream(self._text.tokenizer)
         parts: list[str] = []
         gone = asyncio.ensure_future(_disconnected(request))
@@ -162,7 +162,7 @@ class Completions:
         choice = self._choice("".join(parts), running.tokens, running.finish_reason)
         return JSONResponse(self._envelope(running, choice) | self._ending(running))
 
-    async def _chunks(self, running: Running) -> AsyncIterator[bytes]:
+    async def _chunks(self, running: RunningReply) -> AsyncIterator[bytes]:
         stream = TextStream(self._text.tokenizer)
         async with aclosing(self._bounded(running)) as pieces:
             async for piece in pieces:
@@ -170,7 +170,7 @@ class Completions:
                 yield b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
         yield b"data: [DONE]\n\n"
 
-    def _chunk(self, running: Running, piece: Piece, stream: TextStream) -> dict[str, Any]:
+    def _chunk(self, running: RunningReply, piece: ReplyPiece, stream: TextStream) -> dict[str, Any]:
         last = piece.finish_reason is not None
         choice = self._choice(stream.add(piece.tokens, last=last), list(piece.tokens), piece.finish_reason)
         chunk = self._envelope(running, choice) | (self._ending(running) if last else {})
@@ -178,7 +178,7 @@ class Completions:
             chunk["error"] = problem_body(Unavailable(piece.failure, live_version=self._gate.version or None))
         return chunk
 
-    async def _bounded(self, running: Running) -> AsyncGenerator[Piece, None]:
+    async def _bounded(self, running: RunningReply) -> AsyncGenerator[ReplyPiece, None]:
         """Every piece, the last one within the deadline; leaving early cancels the request at the engine."""
         limit = asyncio.get_running_loop().call_later(self._settings.request_s, self._gate.give_up, running)
         try:
@@ -192,7 +192,7 @@ class Completions:
     def _choice(self, text: str, tokens: list[int], finish_reason: str | None) -> dict[str, Any]:
         return {"index": 0, "text": text, "token_ids": tokens, "logprobs": None, "finish_reason": finish_reason}
 
-    def _envelope(self, running: Running, choice: dict[str, Any]) -> dict[str, Any]:
+    def _envelope(self, running: RunningReply, choice: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": f"cmpl-{running.request.request_id}",
             "object": "text_completion",
@@ -201,7 +201,7 @@ class Completions:
             "choices": [choice],
         }
 
-    def _ending(self, running: Running) -> dict[str, Any]:
+    def _ending(self, running: RunningReply) -> dict[str, Any]:
         prompt, made = len(running.request.prompt), len(running.tokens)
         return {
             "usage": {
@@ -220,7 +220,7 @@ class Completions:
         }
 
 
-def _ended_by_update(running: Running) -> dict[str, Any]:
+def _ended_by_update(running: RunningReply) -> dict[str, Any]:
     """A reply that an update cut short says so: what is there is whole, and asking again makes sense."""
     cut = running.finish_reason == "abort" and running.ended_by_update
     return {"reason": "aborted_by_update", "retryable": True} if cut else {}

@@ -14,9 +14,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine_adapter.rank.messages import Hello
+from engine_adapter.rank.messages import RankHello
 from engine_adapter.replica.admission import AdmissionController
-from engine_adapter.replica.interfaces import Ranks
+from engine_adapter.replica.interfaces import RankVerbs
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.core.participant import (
     Claimed,
@@ -69,7 +69,7 @@ class Identity:
 
     url: str
     model: str
-    hellos: tuple[Hello, ...]
+    hellos: tuple[RankHello, ...]
 
 
 class Front:
@@ -81,7 +81,7 @@ class Front:
         self,
         state: ReplicaState,
         identity: Identity,
-        work: Ranks,
+        work: RankVerbs,
         gate: AdmissionController,
         clock: Callable[[], float] = time.monotonic,
         rejoin: Callable[[], None] = lambda: None,
@@ -322,7 +322,7 @@ def _refusal(failures: tuple[Failure, ...], state: ReplicaState) -> LiveweightsE
     return Aborted(*placed, live_version=state.live.version)
 
 
-async def perform(ranks: Ranks, work: Work, state: ReplicaState, stopped: tuple[int, int]) -> Any:
+async def perform(ranks: RankVerbs, work: Work, state: ReplicaState, stopped: tuple[int, int]) -> Any:
     """Returns what `Done` carries. `state`: as it was when the machine asked. `stopped`: requests that the gate
     aborted and requeued when it closed. Raises LiveweightsError.
     """
@@ -349,13 +349,13 @@ async def perform(ranks: Ranks, work: Work, state: ReplicaState, stopped: tuple[
     raise Aborted(Failure("internal", f"the machine asked for {work.verb!r}"))
 
 
-async def _prove(ranks: Ranks, work: Work, state: ReplicaState) -> None:
+async def _prove(ranks: RankVerbs, work: Work, state: ReplicaState) -> None:
     unsettled = state.key if state.old is not None else None
     held = state.old or state.live
     await ranks.readmit(unsettled, _serial(work, state), held.version, held.digest)
 
 
-async def _take_back(ranks: Ranks, state: ReplicaState, serial: int, attempt: int) -> None:
+async def _take_back(ranks: RankVerbs, state: ReplicaState, serial: int, attempt: int) -> None:
     """Of a restore, which may come under a later serial than the installation that it undoes."""
     if state.old is not None:
         serial, attempt = state.key

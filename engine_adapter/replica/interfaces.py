@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine_adapter.rank.messages import Hello
+from engine_adapter.rank.messages import RankHello
 from updater.core.dtypes import Rules
 from updater.core.errors import Failure
 from updater.core.participant import (
@@ -26,7 +26,7 @@ from updater.core.participant import (
 
 
 @dataclass(frozen=True, slots=True)
-class Deadlines:
+class WorkDeadlines:
     """Seconds that one fan-out to all ranks may take; staging, verifying and pausing bring their own."""
 
     plan_s: float = 120.0
@@ -36,7 +36,7 @@ class Deadlines:
     audit_s: float = 600.0
 
 
-class Ranks(Protocol):
+class RankVerbs(Protocol):
     """All ranks as one thing, one method per `Work` of the machine: `rank_work.RankWork`, and `ReloadRanks` of vLLM.
 
     Each raises LiveweightsError, and then no rank works on it any more.
@@ -46,7 +46,7 @@ class Ranks(Protocol):
     """That the tensors of the start checkpoint are held in; empty where that is not known."""
 
     @property
-    def hellos(self) -> tuple[Hello, ...]:
+    def hellos(self) -> tuple[RankHello, ...]:
         """How the ranks introduced themselves, in rank order, once they are there."""
 
     async def replay_start(self) -> str:

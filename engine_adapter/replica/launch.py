@@ -22,10 +22,10 @@ import uvicorn
 from engine_adapter.base import GenerateRequest
 from engine_adapter.rank.channel import CancelRequest
 from engine_adapter.replica.admission import Gate, Limits
-from engine_adapter.replica.app import ReplicaFace, make_app
+from engine_adapter.replica.app import ReplicaApp, make_app
 from engine_adapter.replica.completions import ModelText
-from engine_adapter.replica.interfaces import Deadlines
-from engine_adapter.replica.life import FrontLife, Membership
+from engine_adapter.replica.interfaces import WorkDeadlines
+from engine_adapter.replica.lifecycle import Membership, ReplicaLifecycle
 from engine_adapter.replica.rank_work import RankWork
 from engine_adapter.replica.ranks import PoolSettings, RankPool
 from updater.core.errors import Failure, LiveweightsError
@@ -60,7 +60,7 @@ class FrontSettings:
     options: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     tokens: Tokens = field(default_factory=Tokens)
     limits: Limits = field(default_factory=Limits)
-    deadlines: Deadlines = field(default_factory=Deadlines)
+    deadlines: WorkDeadlines = field(default_factory=WorkDeadlines)
     start_s: float = 300.0
     stop_s: float = 10.0
     watch_s: float = 3.0
@@ -163,8 +163,8 @@ class Replica:
         self.gate = Gate(_PoolEngine(self.pool), wanted.limits)
         roots = tuple(str(root.resolve()) for root in wanted.roots)
         self.work = RankWork(self.pool, self.gate, model, roots, wanted.deadlines)
-        self.face = ReplicaFace(self.name, self.gate)
-        self.life = FrontLife(self._membership(), self.work, self.gate, self.face, clock)
+        self.face = ReplicaApp(self.name, self.gate)
+        self.life = ReplicaLifecycle(self._membership(), self.work, self.gate, self.face, clock)
         text = ModelText.load(wanted.model, Path(model).name)
         app = make_app(self.face, self.gate, text, wanted.tokens, self.url)
         config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2)

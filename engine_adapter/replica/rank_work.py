@@ -11,13 +11,13 @@ import time
 from engine_adapter.placement.atoms import Combined, combine, make_cuts
 from engine_adapter.placement.coverage import check_sources
 from engine_adapter.placement.values import RankVerifyReply
-from engine_adapter.rank.channel import Label, Staged, StartServing
+from engine_adapter.rank.channel import BytesStaged, RankLabel, StartServing
 from engine_adapter.rank.messages import (
-    Hello,
     RankAudit,
     RankAuditReply,
     RankCheckPrevious,
     RankDiscard,
+    RankHello,
     RankInstall,
     RankInvalidate,
     RankInvalidateReply,
@@ -35,7 +35,7 @@ from engine_adapter.rank.messages import (
 )
 from engine_adapter.replica.admission import AdmissionController
 from engine_adapter.replica.agreement import (
-    Planned,
+    AgreedPlan,
     agree,
     all_as_live,
     all_cleared,
@@ -48,7 +48,7 @@ from engine_adapter.replica.agreement import (
     warnings,
     with_digests,
 )
-from engine_adapter.replica.interfaces import Deadlines
+from engine_adapter.replica.interfaces import WorkDeadlines
 from engine_adapter.replica.ranks import RankCalls
 from updater.core.dtypes import Rules, merged
 from updater.core.errors import Aborted, Failure, Rejected, refuse
@@ -85,7 +85,7 @@ class RankWork:
         gate: AdmissionController,
         model: str,
         roots: tuple[str, ...],
-        deadlines: Deadlines | None = None,
+        deadlines: WorkDeadlines | None = None,
         *,
         warnings: tuple[str, ...] = (),
     ) -> None:
@@ -93,9 +93,9 @@ class RankWork:
         self._gate = gate
         self._model = model
         self._roots = roots
-        self._deadlines = deadlines or Deadlines()
+        self._deadlines = deadlines or WorkDeadlines()
         self._warnings = warnings
-        self._planned: Planned | None = None
+        self._planned: AgreedPlan | None = None
         self._staging: dict[int, int] = {}  # bytes read, by rank
         self._staging_serial = 0  # of the staging that runs, or 0
         self._stale_before = (0, 0, False)  # serial and attempt of the last install, and what the gate said before it
@@ -103,7 +103,7 @@ class RankWork:
         self._proofs: dict[str, str] = {}  # content digest -> what its bytes were compared with when they came
 
     @property
-    def hellos(self) -> tuple[Hello, ...]:
+    def hellos(self) -> tuple[RankHello, ...]:
         return self._pool.hellos
 
     # --- start
@@ -139,7 +139,7 @@ class RankWork:
         deadline = self._deadlines.commit_s
         await self._pool.call("pause", RankPause(0, deadline), deadline_s=deadline)
         try:
-            await self._pool.call("label", Label(request.version, request.digest), deadline_s=deadline)
+            await self._pool.call("label", RankLabel(request.version, request.digest), deadline_s=deadline)
         finally:
             await self.unpause(0)
 
@@ -155,7 +155,7 @@ class RankWork:
             raise refuse("mode_unsupported", f"this engine does not support {unsupported}", hint=capabilities.offers())
         install = capabilities.install[0] if request.install is InstallMode.AUTO else request.install
         if request.kind is Kind.ROLLBACK:
-            self._planned = Planned(request, (), (), install)
+            self._planned = AgreedPlan(request, (), (), install)
             seconds = time.monotonic() - began
             return PlanReply(request.fence, "", 0, 0, install, warnings=self._warnings, seconds=seconds)
         if request.offer is None:
@@ -188,7 +188,7 @@ class RankWork:
             compared=compared,
         )
 
-    async def _fan_out_plan(self, plan: RankPlan, request: PlanRequest | None, install: InstallMode) -> Planned:
+    async def _fan_out_plan(self, plan: RankPlan, request: PlanRequest | None, install: InstallMode) -> AgreedPlan:
         replies: list[RankPlanReply] = await self._pool.call("plan", plan, deadline_s=self._deadlines.plan_s)
         if len({reply.manifest_digest for reply in replies}) > 1:
             raise refuse("source_changed", "the ranks did not see the same manifest")
@@ -196,7 +196,7 @@ class RankWork:
         failures = check_sources(tensors, boxes)
         if failures:
             raise Rejected(*failures)
-        return Planned(request, tuple(replies), make_cuts(tensors, boxes), install)
+        return AgreedPlan(request, tuple(replies), make_cuts(tensors, boxes), install)
 
     async def stage(self, request: StageRequest) -> StageReply:
         began = time.monotonic()
@@ -210,7 +210,7 @@ class RankWork:
             self._staging_serial = 0
         return StageReply(request.fence, sum(reply.bytes_read for reply in replies), time.monotonic() - began)
 
-    def on_staged(self, rank: int, staged: Staged) -> None:
+    def on_staged(self, rank: int, staged: BytesStaged) -> None:
         """What a rank says of its staging while it runs."""
         if staged.serial == self._staging_serial:
             self._staging[rank] = staged.done
@@ -245,7 +245,9 @@ class RankWork:
             seconds=time.monotonic() - began,
         )
 
-    async def _verify(self, planned: Planned, serial: int, deadline_s: float) -> tuple[Combined, list[RankVerifyReply]]:
+    async def _verify(
+        self, planned: AgreedPlan, serial: int, deadline_s: float
+    ) -> tuple[Combined, list[RankVerifyReply]]:
         """What the spares of all ranks hold together, and what each said. Raises Rejected with every mismatch."""
         message = RankVerify(serial, planned.cuts, deadline_s)
         replies: list[RankVerifyReply] = await self._pool.call("verify", message, deadline_s=deadline_s)
@@ -379,7 +381,7 @@ class RankWork:
         request = self._planned.request if self._planned is not None else None
         return request.fence.serial if request is not None else 0
 
-    def _planned_for(self, serial: int) -> Planned:
+    def _planned_for(self, serial: int) -> AgreedPlan:
         if self._planned is None or self._planned_serial != serial:
             raise refuse("wrong_phase", f"nothing is planned for serial {serial}")
         return self._planned

@@ -25,17 +25,17 @@ from engine_adapter.rank.channel import (
     CALLS,
     ENGINE_FAILED,
     Build,
+    BytesStaged,
     CancelStaging,
     ChannelClosed,
     ChannelError,
     Frame,
     FrameKind,
     FrontChannel,
-    Staged,
     StopEngine,
-    Tokens,
+    TokensMade,
 )
-from engine_adapter.rank.messages import Hello, Refused
+from engine_adapter.rank.messages import RankHello, RankRefused
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.protocol import wire
 
@@ -76,7 +76,7 @@ class RankLine:
             return  # its caller stopped waiting
         try:
             if frame.header.kind is FrameKind.REFUSED:
-                refused = wire.decode(Refused, frame.body)
+                refused = wire.decode(RankRefused, frame.body)
                 future.set_exception(Aborted(*(f.at(rank=self.rank) for f in refused.failures)))
             else:
                 future.set_result(wire.decode(CALLS[frame.header.verb][1], frame.body))
@@ -106,11 +106,11 @@ class RankCalls:
         self,
         *,
         on_tokens: Callable[[TokenEvent], None] = lambda _event: None,
-        on_staged: Callable[[int, Staged], None] = lambda _rank, _staged: None,
+        on_staged: Callable[[int, BytesStaged], None] = lambda _rank, _staged: None,
         on_death: Callable[[Failure], None] = lambda _failure: None,
     ) -> None:
         self.lines: list[RankLine] = []
-        self.hellos: tuple[Hello, ...] = ()
+        self.hellos: tuple[RankHello, ...] = ()
         self.stopping = False
         self._on_tokens = on_tokens
         self._on_staged = on_staged
@@ -140,7 +140,7 @@ class RankCalls:
             raise Aborted(*failures)
         return [call.result() for call in calls]
 
-    async def build(self, factory: str, spec: EngineSpec, *, deadline_s: float) -> tuple[Hello, ...]:
+    async def build(self, factory: str, spec: EngineSpec, *, deadline_s: float) -> tuple[RankHello, ...]:
         """Every rank makes its engine and loads the model. `spec`: of rank 0. Raises Aborted."""
         builds = [Build(factory, replace(spec, rank=rank)) for rank in range(spec.size)]
         self.hellos = tuple(await RankCalls.call(self, "build", builds, deadline_s=deadline_s))
@@ -201,10 +201,10 @@ class RankCalls:
                 if frame.header.kind is not FrameKind.EVENT:
                     line.answered(frame)
                 elif frame.header.verb == "tokens":
-                    for event in wire.decode(Tokens, frame.body).events:
+                    for event in wire.decode(TokensMade, frame.body).events:
                         self._on_tokens(event)
                 elif frame.header.verb == "staged":
-                    self._on_staged(line.rank, wire.decode(Staged, frame.body))
+                    self._on_staged(line.rank, wire.decode(BytesStaged, frame.body))
         except ChannelClosed:
             return ""
         except (ChannelError, wire.WireError) as error:
@@ -263,7 +263,7 @@ class RankPool(RankCalls):
         *,
         on_tokens: Callable[[TokenEvent], None],
         on_death: Callable[[Failure], None],
-        on_staged: Callable[[int, Staged], None] = lambda _rank, _staged: None,
+        on_staged: Callable[[int, BytesStaged], None] = lambda _rank, _staged: None,
     ) -> None:
         super().__init__(on_tokens=on_tokens, on_staged=on_staged, on_death=on_death)
         self.settings = settings
@@ -278,7 +278,7 @@ class RankPool(RankCalls):
     def pids(self) -> tuple[int, ...]:
         return tuple(rank.process.pid for rank in self._ranks)
 
-    async def start(self) -> tuple[Hello, ...]:
+    async def start(self) -> tuple[RankHello, ...]:
         """Start every rank and load the model. Raises Aborted, and has then stopped what it started."""
         # In memory, and reached through this process: however it ends, nothing is left on a disk.
         self._rendezvous = os.memfd_create("liveweights-rendezvous")

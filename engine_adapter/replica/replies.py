@@ -42,7 +42,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ReplyPiece:
     """New tokens of a reply. The last piece has a finish reason; `failure` says why one that broke did."""
 
     tokens: tuple[int, ...]
@@ -50,7 +50,7 @@ class Piece:
     failure: Failure | None = None
 
 
-class Running:
+class RunningReply:
     """One admitted request. `spans` and `tokens` grow until the last piece was handed out."""
 
     def __init__(self, request: GenerateRequest, wanted: Wanted, version: str) -> None:
@@ -68,9 +68,9 @@ class Running:
         self.requeue = False  # recompute: cancelled at the engine, to go on after the switch
         self.resubmitted = 0
         self.ended_by_update = False
-        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        self._pieces: asyncio.Queue[ReplyPiece] = asyncio.Queue()
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[ReplyPiece]:
         """Every piece, the last one included."""
         while True:
             piece = await self._pieces.get()
@@ -99,7 +99,7 @@ class Running:
         self.tokens.extend(tokens)
         return True
 
-    def hand_out(self, piece: Piece) -> None:
+    def hand_out(self, piece: ReplyPiece) -> None:
         if self.finish_reason is not None:
             return
         self.finish_reason, self.failure = piece.finish_reason, piece.failure

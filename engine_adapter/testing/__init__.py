@@ -9,16 +9,16 @@ from engine_adapter.model_files import write_shards
 from engine_adapter.testing.toy.checkpoint import make_toy_checkpoint, toy_tensors
 from engine_adapter.testing.toy.config import FIXTURES, ToyConfig, ToyOptions, fixture_config
 from engine_adapter.testing.toy.engine import ToyEngine, build_toy
-from engine_adapter.testing.toy.reference import NarrowMargin, Reference, reference_generate
+from engine_adapter.testing.toy.reference import NarrowMargin, ToyReference, reference_generate
 from engine_adapter.testing.toy.slicer import expected_digests, expected_parameters
 
 __all__ = [
     "FIXTURES",
     "NarrowMargin",
-    "Reference",
     "ToyConfig",
     "ToyEngine",
     "ToyOptions",
+    "ToyReference",
     "build_toy",
     "expected_digests",
     "expected_parameters",

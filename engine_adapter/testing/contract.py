@@ -25,7 +25,7 @@ from typing import ClassVar
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine_adapter.testing.harness import Replica, Reply, Staged
+from engine_adapter.testing.harness import HarnessReply, RankHarness, StagedVote
 from transports.digest import tensor_digest, to_hex
 from transports.dtypes import DTYPE_NAMES
 from updater.core.errors import LiveweightsError
@@ -75,18 +75,20 @@ class EngineContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def replica(cls, folders: dict[int, Path]) -> Iterator[Replica]:
-        with Replica(cls.factory, folders[7], cls.size, cls.options) as replica:
+    def replica(cls, folders: dict[int, Path]) -> Iterator[RankHarness]:
+        with RankHarness(cls.factory, folders[7], cls.size, cls.options) as replica:
             yield replica
 
     # ----- placement
 
-    def test_the_start_checkpoint_replays_to_the_live_bytes(self, replica: Replica, folders: dict[int, Path]) -> None:
+    def test_the_start_checkpoint_replays_to_the_live_bytes(
+        self, replica: RankHarness, folders: dict[int, Path]
+    ) -> None:
         assert replica.joined is not None
         assert [vote.changed for vote in replica.joined.votes] == [()] * self.size
         assert replica.joined.digest == observed_digest(folders[7], replica.joined)
 
-    def test_every_source_element_is_read_and_every_parameter_voted(self, replica: Replica) -> None:
+    def test_every_source_element_is_read_and_every_parameter_voted(self, replica: RankHarness) -> None:
         joined = replica.joined
         assert joined is not None
         names = {tensor.name for tensor in joined.plans[0].tensors}
@@ -95,7 +97,7 @@ class EngineContract:
         assert [vote.parameters for vote in joined.votes] == [len(rank) for rank in replica.digests()]
 
     def test_a_missing_tensor_is_named_and_nothing_is_spent(
-        self, replica: Replica, folders: dict[int, Path], tmp_path: Path
+        self, replica: RankHarness, folders: dict[int, Path], tmp_path: Path
     ) -> None:
         before, spares = replica.digests(), [status.spare_state for status in replica.status()]
         name = copy_without_one(folders[8], tmp_path)
@@ -112,12 +114,12 @@ class EngineContract:
 
     # ----- updates
 
-    def test_start_weights_give_the_reference_tokens(self, replica: Replica, folders: dict[int, Path]) -> None:
+    def test_start_weights_give_the_reference_tokens(self, replica: RankHarness, folders: dict[int, Path]) -> None:
         self.serves(replica, folders[7], "start")
 
     @pytest.mark.parametrize("mode", [InstallMode.FLIP, InstallMode.EXCHANGE])
     def test_an_update_gives_the_new_tokens_and_a_rollback_the_old_ones(
-        self, replica: Replica, folders: dict[int, Path], mode: InstallMode
+        self, replica: RankHarness, folders: dict[int, Path], mode: InstallMode
     ) -> None:
         if mode not in self.modes:
             pytest.skip(f"this engine does not install by {mode.value}")
@@ -136,7 +138,7 @@ class EngineContract:
         assert replica.digests() == before
 
     def test_restore_after_install_gives_the_old_tokens_and_may_be_repeated(
-        self, replica: Replica, folders: dict[int, Path]
+        self, replica: RankHarness, folders: dict[int, Path]
     ) -> None:
         replica.publish(folders[7], "restore-7")
         before, staged = replica.digests(), replica.stage(folders[9])
@@ -151,7 +153,7 @@ class EngineContract:
         self.serves(replica, folders[7], "restore-7")
         replica.discard(staged.serial)
 
-    def test_equal_bytes_three_times_change_nothing(self, replica: Replica, folders: dict[int, Path]) -> None:
+    def test_equal_bytes_three_times_change_nothing(self, replica: RankHarness, folders: dict[int, Path]) -> None:
         replica.publish(folders[8], "again-0")
         before = replica.digests()
         for time in (1, 2, 3):
@@ -161,7 +163,7 @@ class EngineContract:
             self.serves(replica, folders[8], f"again-{time}")
 
     def test_updates_leave_memory_threads_and_descriptors_as_they_were(
-        self, replica: Replica, folders: dict[int, Path]
+        self, replica: RankHarness, folders: dict[int, Path]
     ) -> None:
         replica.publish(folders[8], "flat-0")
         replica.publish(folders[9], "flat-1")
@@ -176,7 +178,7 @@ class EngineContract:
 
     # ----- pausing
 
-    def test_all_ranks_stop_at_one_step_and_stay_there(self, replica: Replica, folders: dict[int, Path]) -> None:
+    def test_all_ranks_stop_at_one_step_and_stay_there(self, replica: RankHarness, folders: dict[int, Path]) -> None:
         replica.publish(folders[7], "pause-7")
         staged = replica.stage(folders[8])
         running = [replica.submit(self.prompt[shift:], 16) for shift in range(3)]
@@ -195,7 +197,7 @@ class EngineContract:
             assert set(reply.versions) == {"pause-7"}
         replica.discard(staged.serial)
 
-    def test_a_cancelled_request_ends_with_what_it_has(self, replica: Replica) -> None:
+    def test_a_cancelled_request_ends_with_what_it_has(self, replica: RankHarness) -> None:
         while True:
             request = replica.submit(self.prompt, 200)
             replica.wait(request, 1)
@@ -212,7 +214,7 @@ class EngineContract:
     # ----- caches
 
     def test_a_reset_leaves_no_cached_token_of_the_old_weights(
-        self, replica: Replica, folders: dict[int, Path]
+        self, replica: RankHarness, folders: dict[int, Path]
     ) -> None:
         replica.publish(folders[7], "cache-7")
         for _ in range(2):
@@ -230,27 +232,27 @@ class EngineContract:
         assert cold.cached_tokens == 0
         assert tuple(cold.tokens) == self.reference(folders[8], self.prompt, _TOKENS)
 
-    def test_no_rank_died(self, replica: Replica) -> None:
+    def test_no_rank_died(self, replica: RankHarness) -> None:
         assert replica.deaths == []
         assert len(replica.status()) == self.size
 
     # ----- helpers
 
-    def serves(self, replica: Replica, folder: Path, version: str) -> Reply:
+    def serves(self, replica: RankHarness, folder: Path, version: str) -> HarnessReply:
         """A fresh answer is the reference's, and every token carries the label."""
         reply = replica.generate(self.prompt, _TOKENS)
         assert tuple(reply.tokens) == self.reference(folder, self.prompt, _TOKENS)
         assert set(reply.versions) == {version}
         return reply
 
-    def holds(self, replica: Replica, folder: Path) -> None:
+    def holds(self, replica: RankHarness, folder: Path) -> None:
         """Every rank holds what an independent slicer says, where the engine brings one."""
         for rank, digests in enumerate(replica.digests()):
             expected = self.expected(folder, rank)
             assert expected is None or digests == expected
 
 
-def observed_digest(folder: Path, staged: Staged) -> str:
+def observed_digest(folder: Path, staged: StagedVote) -> str:
     """Content digest of the tensors that were planned, from the files alone."""
     aliases = {alias for alias, _ in staged.plans[0].redundant}
     planned = {tensor.name for tensor in staged.plans[0].tensors} - aliases
@@ -275,7 +277,7 @@ def copy_without_one(folder: Path, to: Path) -> str:
     return gone
 
 
-def at_rest(replica: Replica) -> list[tuple[int, int, int]]:
+def at_rest(replica: RankHarness) -> list[tuple[int, int, int]]:
     """`held` of every rank. A thread that has ended is counted for a moment longer, so it is asked until it is gone."""
     counts = [held(pid) for pid in replica.pids]
     while True:

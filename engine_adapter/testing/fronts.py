@@ -17,10 +17,10 @@ import torch
 
 from engine_adapter.rank.messages import RankDigests
 from engine_adapter.replica.launch import ENGINES, FrontSettings, Replica
-from engine_adapter.replica.life import STANDALONE
+from engine_adapter.replica.lifecycle import STANDALONE
 from engine_adapter.testing.toy.checkpoint import make_toy_checkpoint
 from engine_adapter.testing.toy.pace import steps_held
-from engine_adapter.testing.toy.reference import Reference
+from engine_adapter.testing.toy.reference import ToyReference
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import (
     MESSAGES,
@@ -213,7 +213,7 @@ async def code_of(work: Awaitable[Any]) -> str:
 
 
 @dataclass
-class Clock:
+class MovedClock:
     """Real seconds, and those that a test adds: no lease ends because a machine is slow."""
 
     added: float = 0.0
@@ -230,10 +230,10 @@ class Stage:
     replica: Replica
     paths: tuple[Path, Path]
     pace: Path
-    clock: Clock
+    clock: MovedClock
     serials: Iterator[int] = field(default_factory=lambda: itertools.count(10))
     live: int = 0  # index into paths
-    references: dict[int, Reference] = field(default_factory=dict)
+    references: dict[int, ToyReference] = field(default_factory=dict)
 
     def play(self, scene: Callable[[HandCoordinator], Awaitable[None]], deadline_s: float = 200.0) -> None:
         """Run the scene on the replica's own event loop."""
@@ -252,7 +252,7 @@ class Stage:
     def expected(self, index: int, prompt: Sequence[int] = PROMPT, tokens: int = 8) -> list[int]:
         """What the checkpoint answers, by a forward pass written apart from the engine."""
         if index not in self.references:
-            self.references[index] = Reference.load(self.paths[index])
+            self.references[index] = ToyReference.load(self.paths[index])
         return list(self.references[index].generate(prompt, tokens))
 
     def installed(self) -> None:
@@ -281,7 +281,7 @@ def toy_stage(
     """A running stage over checkpoints in `folder`; nothing is left of it at the end."""
     torch.set_num_threads(1)  # the ranks need the cores; threads that wait for each other cost this process seconds
     paths = (make_toy_checkpoint(folder / "a", seed=7), make_toy_checkpoint(folder / "b", seed=8))
-    pace, clock = folder / "pace", Clock()
+    pace, clock = folder / "pace", MovedClock()
     os.mkfifo(pace)
     settings = toy_settings(paths[0], tp, options={"pace": str(pace), **(options or {})}, **changes)
     with asyncio.Runner() as runner:

@@ -49,7 +49,7 @@ _DEADLINE_S = 120.0  # only a hang reaches it
 
 
 @dataclass(slots=True)
-class Reply:
+class HarnessReply:
     """What one request has got so far. `versions`: the label of the weights that made each token."""
 
     tokens: list[int] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedVote:
     """The vote on what lies in the spares of all ranks."""
 
     serial: int
@@ -69,7 +69,7 @@ class Staged:
     combined: Combined
 
 
-class Replica:
+class RankHarness:
     """A started engine that serves its start checkpoint. Use as a context manager; not thread safe.
 
     Every method raises `updater.core.errors.LiveweightsError` for what a rank refuses.
@@ -89,14 +89,14 @@ class Replica:
         self._serials, self._ids = itertools.count(1), itertools.count(1)
         self._news = asyncio.Event()
         self.deaths: list[Failure] = []
-        self.replies: dict[str, Reply] = {}
+        self.replies: dict[str, HarnessReply] = {}
         self.version, self.digest = str(START), ""
         self.previous: tuple[str, str] | None = None
-        self.joined: Staged | None = None
+        self.joined: StagedVote | None = None
 
     # ----- life
 
-    def __enter__(self) -> Replica:
+    def __enter__(self) -> RankHarness:
         try:
             self._runner.run(self._pool.start())
             self.joined = self.stage(self._settings.model, start=True)
@@ -151,7 +151,7 @@ class Replica:
             raise Aborted(*holes)
         return serial, plans
 
-    def stage(self, path: str | Path, *, manifest: str = "", start: bool = False) -> Staged:
+    def stage(self, path: str | Path, *, manifest: str = "", start: bool = False) -> StagedVote:
         """Plan, stage, verify. Raises for whatever is wrong with it; serving goes on meanwhile."""
         serial, plans = self.plan(path, manifest=manifest, start=start)
         self.call("stage", RankStage(serial, _DEADLINE_S))
@@ -160,7 +160,7 @@ class Replica:
         combined = combine(plans[0].tensors, plans[0].redundant, cuts, votes)
         if combined.failures:
             raise Aborted(*combined.failures)
-        return Staged(serial, combined.observed, tuple(plans), tuple(votes), combined)
+        return StagedVote(serial, combined.observed, tuple(plans), tuple(votes), combined)
 
     def pause(self, serial: int, deadline_s: float = _DEADLINE_S) -> list[RankPauseReply]:
         return self.call("pause", RankPause(serial, deadline_s))
@@ -197,7 +197,7 @@ class Replica:
         manifest: str = "",
         mode: InstallMode = InstallMode.FLIP,
         cache: CachePolicy = CachePolicy.RESET,
-    ) -> Staged:
+    ) -> StagedVote:
         """The whole path of one update that succeeds."""
         staged = self.stage(path, manifest=manifest)
         self.switch(staged.serial, version, staged.digest, mode, cache)
@@ -233,7 +233,7 @@ class Replica:
     def submit(self, prompt: Sequence[int], max_tokens: int) -> str:
         """Greedy. Returns the request's id."""
         request_id = f"r{next(self._ids)}"
-        self.replies[request_id] = Reply()
+        self.replies[request_id] = HarnessReply()
         request = GenerateRequest(request_id, tuple(prompt), max_tokens)
         self._runner.run(self._first("submit", request))
         return request_id
@@ -241,7 +241,7 @@ class Replica:
     def cancel(self, request_id: str) -> None:
         self._runner.run(self._first("cancel_request", CancelRequest(request_id)))
 
-    def wait(self, request_id: str, tokens: int | None = None, deadline_s: float = _DEADLINE_S) -> Reply:
+    def wait(self, request_id: str, tokens: int | None = None, deadline_s: float = _DEADLINE_S) -> HarnessReply:
         """Until the request has finished, or has at least `tokens`."""
         reply = self.replies[request_id]
 
@@ -262,7 +262,7 @@ class Replica:
 
         self._runner.run(wait())
 
-    def generate(self, prompt: Sequence[int], max_tokens: int) -> Reply:
+    def generate(self, prompt: Sequence[int], max_tokens: int) -> HarnessReply:
         return self.wait(self.submit(prompt, max_tokens))
 
     async def _first(self, verb: str, request: Any) -> None:

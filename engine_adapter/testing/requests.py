@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from engine_adapter.base import GenerateRequest, TokenEvent
-from engine_adapter.rank.messages import Hello
+from engine_adapter.rank.messages import RankHello
 from engine_adapter.replica.admission import Gate
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import (
@@ -70,7 +70,7 @@ class HandWork:
     `undone`, `discarded`: what restores and discards were about.
     """
 
-    hellos: tuple[Hello, ...] = ()
+    hellos: tuple[RankHello, ...] = ()
 
     def __init__(self, observed: str = "d1") -> None:
         self.observed = observed

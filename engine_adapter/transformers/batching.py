@@ -31,7 +31,7 @@ SCHEDULER = "liveweights"
 
 
 @dataclass(frozen=True, slots=True)
-class Hooks:
+class BatchingHooks:
     """Called on the loop's thread. `ended`: the loop is over; None if it was asked to stop."""
 
     output: Callable[[GenerationOutput], None]
@@ -153,7 +153,7 @@ class _PromptEvent(threading.Event):
 class Manager(ContinuousBatchingManager):
     """One replica's loop on this rank."""
 
-    def __init__(self, *, hooks: Hooks, grace_s: float, **library: Any) -> None:
+    def __init__(self, *, hooks: BatchingHooks, grace_s: float, **library: Any) -> None:
         SCHEDULER_MAPPING[SCHEDULER] = Scheduler  # the library's registry of schedulers
         super().__init__(**library)
         self._hooks = hooks

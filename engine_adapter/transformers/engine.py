@@ -12,7 +12,7 @@ from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter,
 from engine_adapter.placement.declared.dtensor import from_dtensors
 from engine_adapter.placement.declared.rules import declare, targets_of
 from engine_adapter.placement.rows import Placement
-from engine_adapter.transformers.batching import SCHEDULER, Hooks, Manager
+from engine_adapter.transformers.batching import SCHEDULER, BatchingHooks, Manager
 from engine_adapter.transformers.families import rules_of
 from engine_adapter.transformers.loading import Options, load_model
 from engine_adapter.transformers.parameters import collect, held
@@ -112,7 +112,7 @@ class TransformersEngine:
         configs: Any = import_module("transformers")
         options = self._options
         manager = Manager(
-            hooks=Hooks(self._deliver, self._cancelled, self._over),
+            hooks=BatchingHooks(self._deliver, self._cancelled, self._over),
             grace_s=options.pause_grace_s,
             model=self._model,
             generation_config=configs.GenerationConfig(

@@ -18,7 +18,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine_adapter.replica.app import OPERATOR_BODY, PARTICIPANT_BODY, ReplicaFace
+from engine_adapter.replica.app import OPERATOR_BODY, PARTICIPANT_BODY, ReplicaApp
 from engine_adapter.vllm.replica import VllmReplica
 from engine_adapter.vllm.settings import PREFIX
 from engine_adapter.vllm.traffic.middleware import VersionMiddleware
@@ -73,7 +73,7 @@ class LiveweightsPlugin:
     def _digest_of(self, version: str) -> str:
         return self._replica.face.digest_of(version) if self._replica is not None else ""
 
-    def _face(self) -> ReplicaFace:
+    def _face(self) -> ReplicaApp:
         if self._replica is None:
             raise RuntimeError("this server has no engine")
         return self._replica.face

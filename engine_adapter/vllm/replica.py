@@ -10,8 +10,8 @@ from typing import Any
 
 from engine_adapter.hosted.pool import AttachedPool
 from engine_adapter.rank.messages import running_document
-from engine_adapter.replica.app import ReplicaFace
-from engine_adapter.replica.life import FrontLife, Membership
+from engine_adapter.replica.app import ReplicaApp
+from engine_adapter.replica.lifecycle import Membership, ReplicaLifecycle
 from engine_adapter.replica.rank_work import RankWork
 from engine_adapter.vllm import settings as settings_of
 from engine_adapter.vllm.configs import ServerConfig
@@ -46,7 +46,7 @@ class VllmReplica:
         self.gate = VllmGate(control.abort, wanted.limits)
         client.generate = self.gate.gating(client.generate)
         client.encode = self.gate.gating(client.encode)
-        self.face = ReplicaFace(wanted.replica, self.gate)
+        self.face = ReplicaApp(wanted.replica, self.gate)
         roots = (*(str(Path(root).resolve()) for root in wanted.roots), *_blobs(model))
         membership = Membership(wanted.replica, wanted.url, str(model), wanted.coordinator, wanted.tokens.admin)
         self._pool: AttachedPool | ReloadRanks
@@ -56,7 +56,7 @@ class VllmReplica:
             if isinstance(control, ReloadControl)
             else self._staged(client.vllm_config, control, model, roots, tiers.warnings)
         )
-        self._life = FrontLife(membership, work, self.gate, self.face)
+        self._life = ReplicaLifecycle(membership, work, self.gate, self.face)
         self._joining: asyncio.Task[bool] | None = None
 
     def _staged(

@@ -23,7 +23,7 @@ from transports.base import Box, Read, Source
 from transports.digest import tensor_digest, to_hex
 from transports.disk.header import HEADER_LIMIT
 from transports.disk.index import find_layout
-from transports.disk.io_plan import Limits
+from transports.disk.io_plan import ReadLimits
 from transports.disk.manifests import build_manifest, save_manifest, verify_manifest, write_manifest
 from transports.disk.reader import ReaderOptions
 from transports.disk.report import inspect
@@ -497,7 +497,7 @@ def test_a_shard_truncated_while_it_is_read(v8: Path) -> None:
     def cut(_bytes: int) -> None:
         os.truncate(path, half)
 
-    with opened(v8, options=ReaderOptions(threads=1, limits=Limits(request=256))) as source:
+    with opened(v8, options=ReaderOptions(threads=1, limits=ReadLimits(request=256))) as source:
         targets = {name: torch.empty(spec.shape, dtype=torch.bfloat16) for name, spec in source.specs.items()}
         reads = [Read(name, Box.whole(target.shape), target) for name, target in targets.items()]
         with refused("file_truncated", files=[path.name]) as caught:
@@ -757,7 +757,7 @@ def test_views_of_one_flat_buffer_are_stored_one_by_one(tmp_path: Path) -> None:
 def test_a_fused_tensor_from_one_reused_buffer(tmp_path: Path, poisoned: str) -> None:
     parts = {name: noise("BF16", (8, 16), at) for at, name in enumerate("qkv")}
     write_checkpoint(tmp_path / "model.safetensors", parts)
-    options = ReaderOptions(limits=Limits(run=1 << 20, bucket=64), poison=True)
+    options = ReaderOptions(limits=ReadLimits(run=1 << 20, bucket=64), poison=True)
     source: Source = PoisonSource(parts) if poisoned == "double" else opened(tmp_path, options=options)
     fused = torch.empty(24, 20, dtype=torch.bfloat16)
     reads = [Read(name, Box.whole((8, 16)), fused[at * 8 : at * 8 + 8, 2:18]) for at, name in enumerate(parts)]

@@ -21,7 +21,7 @@ from engine_adapter.rank.messages import (
     RankVerify,
 )
 from engine_adapter.testing import build_toy, expected_digests, make_toy_checkpoint, reference_generate
-from engine_adapter.testing.harness import Replica
+from engine_adapter.testing.harness import RankHarness
 from engine_adapter.testing.toy.config import ToyOptions
 from updater.core.participant import DiskOffer
 from updater.core.policy import CachePolicy, InstallMode
@@ -38,7 +38,7 @@ PROMPT = tuple(range(40, 53))
 def test_the_same_bytes_three_times_give_the_same_tokens(tmp_path: Path, kernel: str) -> None:
     seven = make_toy_checkpoint(tmp_path / "7", "M2", seed=7)
     expected = list(reference_generate(seven, PROMPT, 12))
-    with Replica(TOY, seven, 1, {"kernel": kernel}) as replica:
+    with RankHarness(TOY, seven, 1, {"kernel": kernel}) as replica:
         before = replica.digests()
         for version in ("0-8", "0-9", "0-10"):
             assert replica.publish(seven, version).combined.changed == 0
@@ -54,7 +54,7 @@ def test_three_chunks_show_nothing_before_the_end_and_finalise_once(tmp_path: Pa
     eight = make_toy_checkpoint(tmp_path / "8", seed=8, shards=3)
     # The only derived tensor may be bound once: a second time would fail the install.
     options: dict[str, str | int | float | bool] = {"kernel": "packed", "fault": "raise:before:bind:0:2"}
-    with Replica(TOY, seven, 1, options) as replica:
+    with RankHarness(TOY, seven, 1, options) as replica:
         before, old = replica.digests(), list(reference_generate(seven, PROMPT, 12))
 
         def nothing_shows() -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine_adapter.testing import ToyOptions, expected_digests, make_toy_checkpoint, write_shards
-from engine_adapter.testing.harness import Replica
+from engine_adapter.testing.harness import RankHarness
 from transports.digest import tensor_digest, to_hex
 from updater.core.errors import LiveweightsError
 
@@ -31,7 +31,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def refused_and_unchanged(replica: Replica, folder: Path) -> LiveweightsError:
+def refused_and_unchanged(replica: RankHarness, folder: Path) -> LiveweightsError:
     """Stage `folder`: refused, and the replica serves what it served, with nothing staged."""
     before, tokens = replica.digests(), replica.generate(PROMPT, 8).tokens
     with pytest.raises(LiveweightsError) as refused:
@@ -49,9 +49,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def over_four(home: Path) -> Iterator[Replica]:
+def over_four(home: Path) -> Iterator[RankHarness]:
     """M0 has two key/value heads: at TP 4 each lies on two ranks."""
-    with Replica(TOY, make_toy_checkpoint(home / "four", seed=7), 4) as replica:
+    with RankHarness(TOY, make_toy_checkpoint(home / "four", seed=7), 4) as replica:
         yield replica
 
 
@@ -65,7 +65,7 @@ def heads_filled_with_their_index(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.case("B058")
-def test_more_ranks_than_heads_hold_each_head_twice(over_four: Replica, tmp_path: Path) -> None:
+def test_more_ranks_than_heads_hold_each_head_twice(over_four: RankHarness, tmp_path: Path) -> None:
     tensors = heads_filled_with_their_index(tmp_path)
     over_four.publish(tmp_path, "replicated-heads")
     live = over_four.digests()
@@ -78,7 +78,7 @@ def test_more_ranks_than_heads_hold_each_head_twice(over_four: Replica, tmp_path
 
 
 @pytest.mark.case("B060")
-def test_a_norm_per_head_follows_its_replicated_head(over_four: Replica, tmp_path: Path) -> None:
+def test_a_norm_per_head_follows_its_replicated_head(over_four: RankHarness, tmp_path: Path) -> None:
     heads_filled_with_their_index(tmp_path)
     over_four.publish(tmp_path, "head-norm")
     norms = [rank[f"{ATTENTION}.k_norm.weight"] for rank in over_four.digests()]
@@ -97,7 +97,7 @@ def test_a_norm_per_head_follows_its_replicated_head(over_four: Replica, tmp_pat
 )
 def test_sizes_that_do_not_divide_never_start(home: Path, changes: dict[str, int]) -> None:
     folder = make_toy_checkpoint(home / "-".join(changes), seed=7, **changes)
-    with pytest.raises(LiveweightsError) as refused, Replica(TOY, folder, 2):
+    with pytest.raises(LiveweightsError) as refused, RankHarness(TOY, folder, 2):
         pass
     assert {(failure.code, failure.rank) for failure in refused.value.failures} == {
         ("placement_refused", 0),
@@ -108,7 +108,7 @@ def test_sizes_that_do_not_divide_never_start(home: Path, changes: dict[str, int
 @pytest.mark.case("B061")
 def test_ranks_that_all_take_the_first_slice_are_refused_at_the_join(home: Path) -> None:
     folder = make_toy_checkpoint(home / "first-slice", seed=7)
-    with pytest.raises(LiveweightsError) as refused, Replica(TOY, folder, 2, {"as_rank": 0}):
+    with pytest.raises(LiveweightsError) as refused, RankHarness(TOY, folder, 2, {"as_rank": 0}):
         pass
     lost = {failure.tensor for failure in refused.value.failures if failure.code == "tensor_unwritten"}
     assert {"model.embed_tokens.weight", f"{ATTENTION}.q_proj.weight", f"{ATTENTION}.o_proj.weight"} <= lost
@@ -117,7 +117,7 @@ def test_ranks_that_all_take_the_first_slice_are_refused_at_the_join(home: Path)
 @pytest.mark.case("B061")
 def test_ranks_that_take_one_slice_later_are_refused_before_a_byte_moves(home: Path) -> None:
     options: dict[str, str | int | float | bool] = {"as_rank": 0, "defect_from": 2}
-    with Replica(TOY, make_toy_checkpoint(home / "later", seed=7), 2, options) as replica:
+    with RankHarness(TOY, make_toy_checkpoint(home / "later", seed=7), 2, options) as replica:
         eight = make_toy_checkpoint(home / "later-8", seed=8)
         refused = refused_and_unchanged(replica, eight)
         assert f"{ATTENTION}.q_proj.weight" in {
@@ -127,7 +127,7 @@ def test_ranks_that_take_one_slice_later_are_refused_before_a_byte_moves(home: P
 
 @pytest.mark.case("B062")
 def test_padding_rows_are_zero_after_every_update(home: Path) -> None:
-    with Replica(TOY, make_toy_checkpoint(home / "padded", seed=7), 2) as replica:
+    with RankHarness(TOY, make_toy_checkpoint(home / "padded", seed=7), 2) as replica:
         for seed in (8, 9):
             folder = make_toy_checkpoint(home / f"padded-{seed}", seed=seed)
             replica.publish(folder, f"padded-{seed}")
@@ -143,10 +143,10 @@ def test_padding_rows_are_zero_after_every_update(home: Path) -> None:
 @pytest.mark.case("B064")
 def test_a_vocabulary_that_does_not_divide_is_never_shortened(home: Path) -> None:
     folder = make_toy_checkpoint(home / "unpadded", seed=7)
-    with pytest.raises(LiveweightsError) as refused, Replica(TOY, folder, 2, {"pad_vocab": 1}):
+    with pytest.raises(LiveweightsError) as refused, RankHarness(TOY, folder, 2, {"pad_vocab": 1}):
         pass
     assert {failure.code for failure in refused.value.failures} == {"placement_refused"}
-    with Replica(TOY, folder, 1, {"pad_vocab": 1}) as replica:
+    with RankHarness(TOY, folder, 1, {"pad_vocab": 1}) as replica:
         replica.publish(make_toy_checkpoint(home / "unpadded-8", seed=8), "unpadded")
         assert replica.digests()[0]["lm_head.weight"] == digest(tensors_of(home / "unpadded-8")["lm_head.weight"])
 
@@ -154,7 +154,7 @@ def test_a_vocabulary_that_does_not_divide_is_never_shortened(home: Path) -> Non
 @pytest.mark.case("B068")
 def test_each_rank_holds_half_the_gate_then_half_the_up(home: Path) -> None:
     changes = {"fused_experts": True}
-    with Replica(TOY, make_toy_checkpoint(home / "fused", "M2", seed=7, **changes), 2) as replica:
+    with RankHarness(TOY, make_toy_checkpoint(home / "fused", "M2", seed=7, **changes), 2) as replica:
         folder = make_toy_checkpoint(home / "fused-8", "M2", seed=8, **changes)
         tensors = tensors_of(folder)
         both = tensors["model.layers.0.mlp.experts.gate_up_proj"]
@@ -168,7 +168,7 @@ def test_each_rank_holds_half_the_gate_then_half_the_up(home: Path) -> None:
 @pytest.mark.case("B069")
 def test_experts_of_two_ranks_are_the_same_however_the_files_lie(home: Path) -> None:
     options: dict[str, str | int | float | bool] = {"expert_parallel": True}
-    with Replica(TOY, make_toy_checkpoint(home / "experts", "M2", seed=7), 2, options) as replica:
+    with RankHarness(TOY, make_toy_checkpoint(home / "experts", "M2", seed=7), 2, options) as replica:
         found = []
         for shards in (1, 3):
             folder = make_toy_checkpoint(home / f"experts-{shards}", "M2", seed=8, shards=shards)

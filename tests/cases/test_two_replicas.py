@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine_adapter.testing import (
-    Reference,
+    ToyReference,
     expected_digests,
     fixture_config,
     make_toy_checkpoint,
@@ -115,7 +115,7 @@ def sliced(path: Path, rank: int, size: int) -> dict[str, str]:
 
 @cache
 def reference(path: Path) -> list[int]:
-    return list(Reference.load(path).generate(PROMPT, TOKENS))
+    return list(ToyReference.load(path).generate(PROMPT, TOKENS))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from transports.broadcast import BroadcastHub, BroadcastSender
 from transports.buckets import Chunk
 from transports.media.gloo import GlooGroup
 from transports.media.nccl import refuse_shared_devices
-from transports.media.work import Work
+from transports.media.work import CollectiveWork
 from transports.testing import refused
 from transports.testing.source_contract import noise
 from transports.testing.transfer import HeldSender, Transfer, seats_for
@@ -50,7 +50,7 @@ def model_of(buckets: int) -> dict[str, torch.Tensor]:
 class Counting(GlooGroup):
     posted = 0
 
-    def broadcast(self, data: torch.Tensor, notify: Callable[[], None]) -> Work:
+    def broadcast(self, data: torch.Tensor, notify: Callable[[], None]) -> CollectiveWork:
         type(self).posted += 1
         return super().broadcast(data, notify)
 

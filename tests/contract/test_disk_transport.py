@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from transports.disk.io_plan import Limits
+from transports.disk.io_plan import ReadLimits
 from transports.disk.reader import ReaderOptions
 from transports.disk.source import DiskSource
 from transports.testing import StoredContract, shard_name, write_checkpoint, write_index, write_sharded
@@ -20,7 +20,7 @@ class TestDisk(StoredContract):
         write_sharded(folder, [{name: tensors[name] for name in half} for half in halves])
 
     def connect(self, folder: Path) -> DiskSource:
-        options = ReaderOptions(threads=2, limits=Limits(run=32, request=256, bucket=64), poison=True)
+        options = ReaderOptions(threads=2, limits=ReadLimits(run=32, request=256, bucket=64), poison=True)
         return DiskSource.open(str(folder), (str(folder),), options=options)
 
     def damage(self, folder: Path, kind: str, name: str) -> None:

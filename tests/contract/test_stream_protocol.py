@@ -22,7 +22,7 @@ from transports.media.sealed_memory import SealedMemoryReceiver
 from transports.shared_memory import SharedMemoryHub, SharedMemorySender
 from transports.stream import pack
 from transports.stream.connection import RECEIVER_LIMIT, SENDER_LIMIT, Connection
-from transports.stream.messages import Answer, Buffers, Close, End, FileBuffer, Go, Key, Ready, encode
+from transports.stream.messages import Agreed, Buffers, Close, End, FileBuffer, Go, Key, Ready, encode
 from transports.stream.receiver import MediumHub
 from transports.stream.sender import MediumSender
 from transports.testing import refused
@@ -186,7 +186,7 @@ def test_a_seat_is_taken_once(medium: Medium) -> None:
         b'{"kind": "ready", "taken": 0, "more": 1}',
         encode(Go(0, 1)),
         encode(Ready(1)),
-        encode(Answer()),
+        encode(Agreed()),
     ],
 )
 @pytest.mark.parametrize("answered", [True, False])

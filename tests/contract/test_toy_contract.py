@@ -12,7 +12,7 @@ import torch
 
 from engine_adapter.testing import ToyOptions, expected_digests, make_toy_checkpoint, reference_generate
 from engine_adapter.testing.contract import EngineContract, at_rest
-from engine_adapter.testing.harness import Replica
+from engine_adapter.testing.harness import RankHarness
 
 pytestmark = pytest.mark.engine
 
@@ -95,7 +95,7 @@ class TestFloat8OverTwo(ToyContract):
 def test_no_update_after_the_second_takes_memory_that_a_shard_would_show_in(tmp_path: Path) -> None:
     sizes = {"vocab_size": 16384, "hidden_size": 512, "num_hidden_layers": 1}
     seven, eight = (make_toy_checkpoint(tmp_path / str(seed), seed=seed, **sizes) for seed in (7, 8))
-    with Replica(ToyContract.factory, seven, 1) as replica:
+    with RankHarness(ToyContract.factory, seven, 1) as replica:
         replica.publish(eight, "1")
         replica.publish(seven, "2")
         shard, (before,) = replica.status()[0].spare_bytes, at_rest(replica)

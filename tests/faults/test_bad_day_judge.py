@@ -18,17 +18,17 @@ from tests.faults.bad_day.judge import CHECKS, Evidence, FrontView, Next, Verdic
 from tests.faults.bad_day.load import Heard, heard_of
 from tests.faults.bad_day.publisher import Answer
 from tests.faults.bad_day.results import Run, page, record
-from updater.demo.clients import Reply
+from updater.demo.clients import ClientReply
 
 OLD, NEW = Said((1, 2, 3), (1.0, 1.0, 1.0)), Said((1, 5, 6), (1.0, 1.0, 0.0))
 
 
 def heard(version: str, tokens: tuple[int, ...], digest: str, reason: str = "length") -> Heard:
-    return Heard(Reply("pair", 0, tokens, version, ((version, 0, len(tokens)),), reason), digest)
+    return Heard(ClientReply("pair", 0, tokens, version, ((version, 0, len(tokens)),), reason), digest)
 
 
 def broken_off(*tokens: int) -> Heard:
-    return Heard(Reply("pair", 0, tokens, "", (), "abort"), "", named=False)
+    return Heard(ClientReply("pair", 0, tokens, "", (), "abort"), "", named=False)
 
 
 def front(replica: str, version: str, digest: str, **changes: str) -> FrontView:
@@ -109,7 +109,9 @@ BROKEN: dict[str, tuple[str, Callable[[], Evidence]]] = {
     "a token of another version": ("replies", changed(heard=[heard("0-1", (1, 2, 3), "new")])),
     "a reply of two versions": (
         "replies",
-        changed(heard=[Heard(Reply("pair", 0, (1, 5, 7), "0-1", (("start", 0, 1), ("0-1", 1, 3)), "length"), "new")]),
+        changed(
+            heard=[Heard(ClientReply("pair", 0, (1, 5, 7), "0-1", (("start", 0, 1), ("0-1", 1, 3)), "length"), "new")]
+        ),
     ),
     "a version that was refused": ("names", lambda: replace(good(), published={"start": "old", "0-2": "newer"})),
     "a version under another digest": ("names", changed(heard=[heard("0-1", (1, 5, 6), "old")])),

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_adapter.testing import Reference, make_toy_checkpoint
-from engine_adapter.testing.harness import Replica
+from engine_adapter.testing import ToyReference, make_toy_checkpoint
+from engine_adapter.testing.harness import RankHarness
 from updater.core.errors import LiveweightsError
 from updater.core.policy import InstallMode
 
@@ -32,13 +32,13 @@ def eight(tmp_path: Path) -> Path:
 
 
 def tokens_of(folder: Path) -> list[int]:
-    return list(Reference.load(folder).generate(PROMPT, 10))
+    return list(ToyReference.load(folder).generate(PROMPT, 10))
 
 
 @pytest.mark.case("B136")
 def test_the_tier_that_stays_full_is_named_and_restoring_brings_the_old_version_back(seven: Path, eight: Path) -> None:
     options: Options = {"tiers": "device,host,store", "cache_refuses": "host"}
-    with Replica(TOY, seven, 1, options) as replica:
+    with RankHarness(TOY, seven, 1, options) as replica:
         before, old = replica.digests(), tokens_of(seven)
         assert replica.generate(PROMPT, 10).tokens == old
         staged = replica.stage(eight)
@@ -58,7 +58,7 @@ def test_a_tier_that_lies_gives_stale_tokens_unless_the_key_carries_the_version(
     seven: Path, eight: Path, namespaced: bool
 ) -> None:
     """The tokens see what no report says: the oracle of every cache test."""
-    with Replica(TOY, seven, 1, {"namespaced": namespaced, "cache_lies": "device"}) as replica:
+    with RankHarness(TOY, seven, 1, {"namespaced": namespaced, "cache_lies": "device"}) as replica:
         replica.generate(PROMPT, 10)
         replica.publish(eight, "0-8")
         reply = replica.generate(PROMPT, 10)
@@ -72,7 +72,7 @@ def test_a_rank_that_fails_in_the_middle_of_an_install_is_put_back_with_the_othe
 ) -> None:
     # Flipping rebinds each parameter; exchanging rebinds none, and fails when it relabels.
     verb, nth = ("rebind", 5) if mode is InstallMode.FLIP else ("set_version", 2)
-    with Replica(TOY, seven, 2, {"fault": f"raise:before:{verb}:1:{nth}"}) as replica:
+    with RankHarness(TOY, seven, 2, {"fault": f"raise:before:{verb}:1:{nth}"}) as replica:
         before = replica.digests()
         staged = replica.stage(eight)
         replica.pause(staged.serial)
@@ -90,7 +90,7 @@ def test_a_rank_that_fails_in_the_middle_of_an_install_is_put_back_with_the_othe
 
 
 def test_a_rank_that_dies_in_an_install_is_known_to_be_dead(seven: Path, eight: Path) -> None:
-    with Replica(TOY, seven, 2, {"fault": "die:before:set_version:1:2"}) as replica:
+    with RankHarness(TOY, seven, 2, {"fault": "die:before:set_version:1:2"}) as replica:
         staged = replica.stage(eight)
         replica.pause(staged.serial)
         with pytest.raises(LiveweightsError) as failed:
@@ -100,7 +100,9 @@ def test_a_rank_that_dies_in_an_install_is_known_to_be_dead(seven: Path, eight: 
 
 
 def test_a_parameter_that_later_placements_forget_is_refused_before_a_byte_moves(seven: Path, eight: Path) -> None:
-    with Replica(TOY, seven, 2, {"skip_target": "model.norm.weight", "defect_from": 2, "defect_rank": 1}) as replica:
+    with RankHarness(
+        TOY, seven, 2, {"skip_target": "model.norm.weight", "defect_from": 2, "defect_rank": 1}
+    ) as replica:
         before = replica.digests()
         with pytest.raises(LiveweightsError) as refused:
             replica.plan(eight)
@@ -112,7 +114,7 @@ def test_a_parameter_that_later_placements_forget_is_refused_before_a_byte_moves
 
 
 def test_ranks_at_different_steps_say_so(seven: Path, eight: Path) -> None:
-    with Replica(TOY, seven, 2, {"step_skew": 1}) as replica:
+    with RankHarness(TOY, seven, 2, {"step_skew": 1}) as replica:
         staged = replica.stage(eight)
         first, second = replica.pause(staged.serial)
         assert second.step == first.step + 1

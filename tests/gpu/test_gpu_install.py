@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine_adapter.base import Parameter
 from engine_adapter.rank.exchange import raw_bytes
 from engine_adapter.rank.messages import RankAudit, RankDigests, RankStatus
-from engine_adapter.rank.spare import Spare
+from engine_adapter.rank.spare import RankSpare
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import Tensors, checkpoint, rules, sliced
 from transports.base import Box, Read
@@ -131,7 +131,7 @@ class Model:
         return {name: t.data_ptr() for name, t in self.bound.items()}
 
 
-def filled(spare: Spare, seed: int) -> dict[str, torch.Tensor]:
+def filled(spare: RankSpare, seed: int) -> dict[str, torch.Tensor]:
     """Write noise into the spare; what was written, on the CPU."""
     wrote = {}
     for name, tensor in spare.spare.items():
@@ -149,7 +149,7 @@ def equal(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor])
 def test_a_spare_lies_on_the_device_and_looks_like_what_is_live() -> None:
     model = Model()
     before = torch.cuda.memory_allocated(DEVICE)
-    spare = Spare(model.parameters)
+    spare = RankSpare(model.parameters)
     assert spare.nbytes <= torch.cuda.memory_allocated(DEVICE) - before <= spare.nbytes + (2 << 20)
     for name, live in spare.live.items():
         other = spare.spare[name]
@@ -165,7 +165,7 @@ def test_a_spare_lies_on_the_device_and_looks_like_what_is_live() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_install_undo_install_and_back(mode: InstallMode) -> None:
     model = Model()
-    spare = Spare(model.parameters, chunk_bytes=1 << 10)
+    spare = RankSpare(model.parameters, chunk_bytes=1 << 10)
     old, addresses, new = model.bytes(), model.addresses(), filled(spare, 9)
     spare.install(mode)
     assert equal(model.bytes(), new)
@@ -201,7 +201,7 @@ class FailAt(TorchDispatchMode):
 @pytest.mark.parametrize("at", [0, 1, 2, 10, 11, 30])
 def test_an_exchange_that_was_interrupted_is_taken_back(at: int) -> None:
     model = Model()
-    spare = Spare(model.parameters, chunk_bytes=1 << 10)
+    spare = RankSpare(model.parameters, chunk_bytes=1 << 10)
     old, new = model.bytes(), filled(spare, 9)
     with pytest.raises(Interrupted), FailAt(at):
         spare.install(InstallMode.EXCHANGE)
@@ -230,7 +230,9 @@ def test_a_captured_graph_computes_with_the_weights_that_were_exchanged_in() -> 
     with torch.cuda.graph(graph):
         forward()
     addresses = {name: tensor.data_ptr() for name, tensor in bound.items()}
-    spare = Spare({name: Parameter(name, tensor, partial(bound.__setitem__, name)) for name, tensor in bound.items()})
+    spare = RankSpare(
+        {name: Parameter(name, tensor, partial(bound.__setitem__, name)) for name, tensor in bound.items()}
+    )
     spare.spare["w"].fill_(3.0)
     spare.spare["derived"].fill_(12.0)
 

@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
 
 from engine_adapter.ray_replica import start_replica, stop_replica
-from engine_adapter.testing import Reference, fixture_config, make_toy_checkpoint, toy_tensors
+from engine_adapter.testing import ToyReference, fixture_config, make_toy_checkpoint, toy_tensors
 from engine_adapter.testing.fronts import PROMPT, toy_settings
 from trainer_side import Client, push
 from updater.core.errors import LiveweightsError, Unavailable
@@ -215,7 +215,7 @@ class Trainer:
 
 @cache
 def tokens(path: Path) -> list[int]:
-    return list(Reference.load(path).generate(PROMPT, TOKENS))
+    return list(ToyReference.load(path).generate(PROMPT, TOKENS))
 
 
 def ask(reference: Any) -> Any:

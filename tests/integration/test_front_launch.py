@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from engine_adapter.testing import Reference, make_toy_checkpoint
+from engine_adapter.testing import ToyReference, make_toy_checkpoint
 from updater.demo.processes import free_port
 from updater.server.security import ADMIN_ENV, INFERENCE_ENV
 
@@ -94,7 +94,7 @@ def test_a_replica_joins_serves_catches_up_and_leaves(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     roots = tmp_path / "checkpoints"
     old, new = make_toy_checkpoint(roots / "old", seed=7), make_toy_checkpoint(roots / "new", seed=8)
-    expected = {name: list(Reference.load(path).generate(PROMPT, 8)) for name, path in (("old", old), ("new", new))}
+    expected = {name: list(ToyReference.load(path).generate(PROMPT, 8)) for name, path in (("old", old), ("new", new))}
     hub, engine = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
     log = tmp_path / "log"
     serve = ("serve", "--new-fleet", "--port", hub.rsplit(":", 1)[1], "--state", tmp_path / "state", "--root", roots)
@@ -143,7 +143,7 @@ def test_a_quarantined_replica_is_readmitted_by_its_operator(tmp_path: Path) -> 
     torch.set_num_threads(1)
     roots = tmp_path / "checkpoints"
     old, new = make_toy_checkpoint(roots / "old", seed=7), make_toy_checkpoint(roots / "new", seed=8)
-    expected = {name: list(Reference.load(path).generate(PROMPT, 8)) for name, path in (("old", old), ("new", new))}
+    expected = {name: list(ToyReference.load(path).generate(PROMPT, 8)) for name, path in (("old", old), ("new", new))}
     hub, engine = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
     log = tmp_path / "log"
     serve = ("serve", "--new-fleet", "--port", hub.rsplit(":", 1)[1], "--state", tmp_path / "state", "--root", roots)

@@ -14,7 +14,7 @@ from updater.core.errors import Failure
 from updater.core.fleet.effects import Record
 from updater.core.fleet.lineage import ADOPTION
 from updater.settings import Deadlines
-from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, digest_of, settle
+from updater.testing.fronts import ManualClock, SimulatedFleet, SimulatedFront, digest_of, settle
 from updater.testing.service import LocalService
 
 DEADLINES = Deadlines(shutdown_s=1.0, status_s=1.0, retry_first_s=0.01)
@@ -32,7 +32,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.clock = folder, ManualClock()
-        self.fleet = Fleet(self.clock)
+        self.fleet = SimulatedFleet(self.clock)
 
     def service(self, open_journal: Callable[[Path, str], Journal] = Journal) -> LocalService:
         return LocalService(

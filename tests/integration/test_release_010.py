@@ -26,7 +26,7 @@ from updater.core.participant import MESSAGES
 from updater.core.replica.state import started
 from updater.protocol import wire
 from updater.protocol.manifest import Manifest
-from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, settle
+from updater.testing.fronts import ManualClock, SimulatedFleet, SimulatedFront, settle
 from updater.testing.service import LocalService
 
 RECORDED = Path(__file__).parents[1] / "releases" / "0.1.0"
@@ -57,7 +57,7 @@ class Front010:
         pass
 
 
-class Mixed(Fleet):
+class Mixed(SimulatedFleet):
     """Fronts of 0.1.0 until they are replaced by new ones at the same address."""
 
     def __init__(self, clock: ManualClock) -> None:

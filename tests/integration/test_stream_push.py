@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from engine_adapter.testing.toy.checkpoint import make_toy_checkpoint
-from engine_adapter.testing.toy.reference import Reference
+from engine_adapter.testing.toy.reference import ToyReference
 from tests.cases.live_fleet import PROMPT, TOKENS, LiveFleet, View, live_fleet
 from tests.standing import stand_still
 from trainer_side import Client, Hooks, Pusher, UpdateSession
@@ -108,7 +108,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         for name in ("two", "one"):
             fleet.admitted(name)
         senders = {kind: make_sender(kind) for kind in STREAMS}
-        expected = [list(Reference.load(path).generate(PROMPT, TOKENS)) for path in paths]
+        expected = [list(ToyReference.load(path).generate(PROMPT, TOKENS)) for path in paths]
         assert expected[0] != expected[1]
         try:
             yield Stage(fleet, paths, weights, client, senders, expected=expected)

@@ -17,7 +17,7 @@ from updater.core.participant import StreamOffer
 from updater.protocol.manifest import Manifest
 from updater.protocol.wire import build
 from updater.settings import Deadlines
-from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, settle
+from updater.testing.fronts import ManualClock, SimulatedFleet, SimulatedFront, settle
 from updater.testing.service import LocalService
 
 JSON = {"content-type": "application/json"}
@@ -36,7 +36,7 @@ class Streams:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.folder, self.clock, self.settings = folder, ManualClock(), settings
-        self.fleet = Fleet(self.clock)
+        self.fleet = SimulatedFleet(self.clock)
         self.service = self._make()
         self.fronts: list[SimulatedFront] = []
 

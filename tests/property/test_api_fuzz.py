@@ -27,7 +27,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from engine_adapter.replica.admission import Gate
-from engine_adapter.replica.app import ReplicaFace, make_app
+from engine_adapter.replica.app import ReplicaApp, make_app
 from engine_adapter.replica.completions import ModelText
 from updater.coordinator.clock import LoopClock
 from updater.core.participant import MESSAGES
@@ -107,7 +107,7 @@ def front() -> Iterator[Any]:
     async def made() -> FastAPI:
         gate = Gate(_NoEngine())
         text = ModelText("toy", None, (), 256, 64)
-        return make_app(ReplicaFace("one", gate), gate, text, Tokens())
+        return make_app(ReplicaApp("one", gate), gate, text, Tokens())
 
     app = loop.submit(made()).result(TIMEOUT_S)
     served = Served(loop, app)

@@ -8,7 +8,7 @@ from updater.core.errors import Failure
 from updater.core.fleet import machine as fleet
 from updater.core.fleet.effects import RecordKind
 from updater.core.fleet.events import BackoffEnded, Deadline, Event, LeaseExpired, Lost, Recorded, Replied
-from updater.core.fleet.state import FleetState, Phase
+from updater.core.fleet.state import Fleet, Phase
 from updater.core.participant import Ack
 from updater.testing.explorer import Explorer, Rates
 from updater.testing.sweep import COORDINATOR, HISTORIES, check_point, points
@@ -62,9 +62,9 @@ def test_any_process_may_die_at_any_point(history: str) -> None:
         check_point(point)
 
 
-def _states() -> list[FleetState]:
+def _states() -> list[Fleet]:
     """Every state of one ordinary history."""
-    seen: list[FleetState] = []
+    seen: list[Fleet] = []
     sim = Explorer(1, Rates(0, 0, 0, 0, 0, 0, 0, 0, 0, 0), replicas=2).sim
     for name in "ab":
         sim.join(name)

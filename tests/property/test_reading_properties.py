@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from transports.base import Box, Read
-from transports.disk.io_plan import Limits
+from transports.disk.io_plan import ReadLimits
 from transports.disk.reader import ReaderOptions
 from transports.disk.source import DiskSource
 from transports.dtypes import DTYPE_NAMES, TORCH_DTYPES, carrier, itemsize
@@ -47,8 +47,8 @@ def targets(draw: st.DrawFn, sizes: tuple[int, ...], dtype: torch.dtype) -> torc
 
 
 @st.composite
-def limits(draw: st.DrawFn) -> Limits:
-    return Limits(
+def limits(draw: st.DrawFn) -> ReadLimits:
+    return ReadLimits(
         draw(st.sampled_from((1, 8, 32))), draw(st.sampled_from((16, 64, 4096))), draw(st.sampled_from((32, 128)))
     )
 

@@ -27,7 +27,7 @@ DEVICE = messages.DeviceBuffer("cuda:0", "00ff", 4096, 0, 4096, 0, "aa", 0, "", 
 ALL = (
     messages.Hello("session", 1, "seats", "held", ("gpu",), 1, "torch"),
     messages.Opening(PLAN, DIGEST, "gloo", "group", 5.0, 5.0),
-    messages.Answer(),
+    messages.Agreed(),
     messages.Key("store/0", "00ff"),
     messages.Buffers((messages.FileBuffer(4096), DEVICE)),
     messages.Ready(1),

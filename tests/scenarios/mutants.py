@@ -96,13 +96,13 @@ MUTANTS = (
             Change("fleet.table", "done=Phase.INVALIDATING,", "done=Phase.PUBLISHING,"),
             Change(
                 "replica.table",
-                'Row((S.INVALIDATED,), "resume", installing.resume_new',
-                'Row((S.INSTALLED, S.INVALIDATED), "resume", installing.resume_new',
+                'ReplicaRow((S.INVALIDATED,), "resume", installing.resume_new',
+                'ReplicaRow((S.INSTALLED, S.INVALIDATED), "resume", installing.resume_new',
             ),
             Change(
                 "replica.table",
-                'Row((S.INVALIDATED,), "resume done"',
-                'Row((S.INSTALLED, S.INVALIDATED), "resume done"',
+                'ReplicaRow((S.INVALIDATED,), "resume done"',
+                'ReplicaRow((S.INSTALLED, S.INVALIDATED), "resume done"',
             ),
         ),
     ),
@@ -310,8 +310,8 @@ MUTANTS = (
             ),
             Change(
                 "replica.table",
-                'Row(SHUT_UNINSTALLED, "lease ends"',
-                'Row((*SHUT_UNINSTALLED, S.INSTALLING), "lease ends"',
+                'ReplicaRow(SHUT_UNINSTALLED, "lease ends"',
+                'ReplicaRow((*SHUT_UNINSTALLED, S.INSTALLING), "lease ends"',
             ),
         ),
     ),

@@ -17,7 +17,7 @@ from updater.core.participant import Fence, FenceRequest, FrontState, JoinReques
 from updater.core.policy import CachePolicy, CommitMode, OnBusy, Policy
 from updater.core.replica.state import Asked, LeaseTimer
 from updater.core.version import START, Version
-from updater.testing import Machines, Simulation, Source
+from updater.testing import Machines, SimulatedSource, Simulation
 
 Story = Callable[[Simulation], None]
 STORIES: dict[str, Story] = {}
@@ -182,7 +182,7 @@ def members_that_read_different_bytes_do_not_publish(sim: Simulation) -> None:
     fleet(sim)
     sim.begin("u", 0)
     sim.run(hold=lambda packet: packet.to == "b" and packet.payload.verb == "stage")
-    sim.sources["/u"] = Source("rewritten")
+    sim.sources["/u"] = SimulatedSource("rewritten")
     sim.settle()
     ended(sim, Outcome.ABORTED, "copies_differ")
     assert serving(sim) == {"a": "start", "b": "start"}
@@ -1165,7 +1165,7 @@ def a_source_that_changed_does_not_catch_up(sim: Simulation) -> None:
     sim.settle()
     sim.do_die("b")
     sim.start_replica("b")
-    sim.sources["/u"] = Source("other bytes")
+    sim.sources["/u"] = SimulatedSource("other bytes")
     sim.join("b")
     sim.settle()
     assert (last(sim).kind, last(sim).reason) == (Kind.CATCH_UP, "tensor_digest")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from updater.coordinator.sources import Seen, changed, seen
+from updater.coordinator.sources import SourceSeen, changed, seen
 from updater.protocol.manifest import FILE_NAME
 
 pytestmark = pytest.mark.case("F06")
@@ -79,7 +79,7 @@ def test_an_index_and_a_file_alone_are_looked_at_too(folder: Path) -> None:
 
 
 def test_what_was_never_recorded_is_the_same(folder: Path) -> None:
-    assert changed(Seen(), seen(str(folder))) == ""
+    assert changed(SourceSeen(), seen(str(folder))) == ""
 
 
 def test_a_file_of_another_size_is_another_one_whatever_its_time(folder: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_file_of_another_size_is_another_one_whatever_its_time(folder: Path) -
 
 def test_a_folder_of_very_many_files_is_not_looked_at(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    assert seen(str(tmp_path)) != Seen()
+    assert seen(str(tmp_path)) != SourceSeen()
     for number in range(10_000):
         (tmp_path / str(number)).touch()
-    assert seen(str(tmp_path)) == Seen()
+    assert seen(str(tmp_path)) == SourceSeen()

@@ -13,7 +13,7 @@ import pytest
 
 import trainer_side
 import updater
-from updater.coordinator.journal.journal import JournalFailed, OwnershipLost
+from updater.coordinator.journal.journal import JournalError, OwnershipLost
 from updater.coordinator.journal.schema import JournalRefused
 from updater.core.errors import Failure, LiveweightsError, Rejected
 from updater.protocol.problems import RejectedWith
@@ -24,7 +24,7 @@ FAILURES = tuple(
 )
 #: How those are made that are not made of failures alone.
 MADE: dict[type[LiveweightsError], Callable[[], LiveweightsError]] = {
-    JournalFailed: lambda: JournalFailed("no space"),
+    JournalError: lambda: JournalError("no space"),
     OwnershipLost: lambda: OwnershipLost("another one has it"),
     JournalRefused: lambda: JournalRefused("number 9", Path("journal.sqlite3"), "run a later release"),
     RejectedWith: lambda: RejectedWith(*FAILURES, live_version="0-1", members={"phase": "ready"}),
@@ -56,7 +56,7 @@ def whole(kind: type[LiveweightsError]) -> LiveweightsError:
 @pytest.mark.case("F14")
 def test_every_error_survives_copies_and_another_process_whole() -> None:
     found = every_kind()
-    assert {Rejected, JournalFailed, JournalRefused, RejectedWith} <= set(found)
+    assert {Rejected, JournalError, JournalRefused, RejectedWith} <= set(found)
     for kind in found:
         error = whole(kind)
         error.add_note("at the coordinator")

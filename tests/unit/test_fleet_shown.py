@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from updater.coordinator.members.directory import Contact, Directory
+from updater.coordinator.members.directory import MemberDirectory, MemberHandle
 from updater.core.errors import Failure
 from updater.core.participant import FrontState, FrontStatus, Spare, SpareState
 from updater.protocol.manifest import Manifest, TensorEntry
@@ -365,8 +365,8 @@ def test_an_answer_from_before_it_was_open_is_not_shown_after_it() -> None:
         status = FrontStatus(
             "one", "one1", "fleet", 1, 4, 1, FrontState.INVALIDATED, "0-2", "new", Spare(SpareState.UNKNOWN)
         )
-        directory, participant = Directory(), AskedInTheMiddle(status)
-        contact = Contact(participant, status=status, missed=1)
+        directory, participant = MemberDirectory(), AskedInTheMiddle(status)
+        contact = MemberHandle(participant, status=status, missed=1)
         directory.put("one", contact)
         asking = asyncio.create_task(directory.ask_all(["one"], 60))
         await settle()

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from updater.core.errors import Failure, Rejected
 from updater.protocol.api import JoinBody
 from updater.ray.calls import Address, address_of
-from updater.ray.local_app import Call, Face, LoopThread, call, stream
+from updater.ray.local_app import LocalApp, LocalCall, LoopThread, call, stream
 from updater.server import guard as http
 from updater.server.security import Tokens
 
@@ -57,29 +57,29 @@ class Echo:
 
 def test_an_app_gets_path_query_and_body_and_its_answer_comes_whole() -> None:
     body = b'{"a": [1, 2]}'
-    answer = asyncio.run(call(Echo().app, Call("POST", "/echo/a%20b?x=1%262", body)))
+    answer = asyncio.run(call(Echo().app, LocalCall("POST", "/echo/a%20b?x=1%262", body)))
     assert answer.status == 200
     assert json.loads(answer.body) == {"name": "a b", "query": {"x": "1&2"}, "body": {"a": [1, 2]}}
 
 
 def test_refusals_and_bounds_are_those_of_the_app() -> None:
-    refused = asyncio.run(call(Echo().app, Call("GET", "/refused")))
+    refused = asyncio.run(call(Echo().app, LocalCall("GET", "/refused")))
     assert (refused.status, json.loads(refused.body)["code"]) == (412, "stale_version")
-    large = asyncio.run(call(Echo().app, Call("POST", "/echo/a", b"1" * 1001)))
+    large = asyncio.run(call(Echo().app, LocalCall("POST", "/echo/a", b"1" * 1001)))
     assert large.status == 413
 
 
 def test_the_guard_of_the_app_needs_its_token() -> None:
     app = Echo(Tokens(admin=TOKEN)).app
-    assert asyncio.run(call(app, Call("GET", "/refused"))).status == 401
-    assert asyncio.run(call(app, Call("GET", "/refused", token=TOKEN))).status == 412
+    assert asyncio.run(call(app, LocalCall("GET", "/refused"))).status == 401
+    assert asyncio.run(call(app, LocalCall("GET", "/refused", token=TOKEN))).status == 412
 
 
 def test_a_stream_comes_as_it_is_made_and_leaving_it_ends_the_app() -> None:
     async def main() -> None:
         echo = Echo()
         async with asyncio.timeout(120):
-            async with aclosing(stream(echo.app, Call("GET", "/endless"))) as pieces:
+            async with aclosing(stream(echo.app, LocalCall("GET", "/endless"))) as pieces:
                 assert await anext(pieces) == 200
                 assert await anext(pieces) == b"first"
                 assert not echo.ended.is_set()
@@ -91,7 +91,7 @@ def test_a_stream_comes_as_it_is_made_and_leaving_it_ends_the_app() -> None:
 def test_a_call_that_is_cancelled_ends_the_app() -> None:
     async def main() -> None:
         echo = Echo()
-        asking = asyncio.ensure_future(call(echo.app, Call("GET", "/endless")))
+        asking = asyncio.ensure_future(call(echo.app, LocalCall("GET", "/endless")))
         async with asyncio.timeout(120):
             await echo.began.wait()
             asking.cancel()
@@ -107,12 +107,12 @@ def test_an_app_without_an_answer_is_an_error_and_no_success() -> None:
         return
 
     with pytest.raises(RuntimeError):
-        asyncio.run(call(silent, Call("GET", "/")))
+        asyncio.run(call(silent, LocalCall("GET", "/")))
 
 
 def test_a_face_works_for_callers_on_other_loops_and_the_app_runs_on_its_own() -> None:
     echo, loop = Echo(Tokens(admin=TOKEN)), LoopThread("own")
-    face = Face(echo.app, loop, TOKEN)
+    face = LocalApp(echo.app, loop, TOKEN)
 
     async def main() -> None:
         async with asyncio.timeout(120):

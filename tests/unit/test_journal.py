@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from updater.coordinator.journal.journal import Journal, JournalFailed, Member, OwnershipLost, Request
+from updater.coordinator.journal.journal import Journal, JournalError, KnownReplica, OwnershipLost, RequestRow
 from updater.coordinator.journal.manifests import UNNAMED_S
 from updater.core.fleet.effects import Record, RecordKind
 from updater.core.participant import DiskOffer, Kind
@@ -47,8 +47,8 @@ def kinds(journal: Journal) -> list[str]:
     return [entry.kind.value for entry in journal.records()]
 
 
-def request(name: str = "a", serial: int = 1) -> Request:
-    return Request(name, serial, "update", "hash", "{}", 1.0, None)
+def request(name: str = "a", serial: int = 1) -> RequestRow:
+    return RequestRow(name, serial, "update", "hash", "{}", 1.0, None)
 
 
 def owned(folder: Path, owner: str = "one") -> Journal:
@@ -73,7 +73,7 @@ def test_a_coordinator_that_wakes_up_after_another_took_over_can_append_nothing(
         frozen.append(record(kind=RecordKind.PUBLISHED), 2.0)
     assert kinds(awake) == ["decided"]
     # It stays dead: nothing that it does afterwards counts, not even a read.
-    with pytest.raises(JournalFailed):
+    with pytest.raises(JournalError):
         frozen.records()
     awake.append(record(kind=RecordKind.PUBLISHED), 2.0)
 
@@ -132,7 +132,7 @@ def test_a_record_without_its_manifest_is_a_failed_journal(tmp_path: Path) -> No
     journal.append(record(manifest="{}"), 1.0)
     for path in (tmp_path / "manifests").iterdir():
         path.unlink()
-    with pytest.raises(JournalFailed):
+    with pytest.raises(JournalError):
         journal.records()
 
 
@@ -141,9 +141,9 @@ def test_requests_members_and_receipts_come_back(tmp_path: Path) -> None:
     journal.add_request(request("a", 1))
     journal.add_request(request("b", 2))
     journal.put_receipt("a", '{"outcome":"committed"}')
-    journal.put_member(Member("r1", "i1", "http://127.0.0.1:1"))
-    journal.put_member(Member("r1", "i1", "http://127.0.0.1:2"))
-    journal.put_member(Member("r0", "i1", "http://127.0.0.1:3"))
+    journal.put_member(KnownReplica("r1", "i1", "http://127.0.0.1:1"))
+    journal.put_member(KnownReplica("r1", "i1", "http://127.0.0.1:2"))
+    journal.put_member(KnownReplica("r0", "i1", "http://127.0.0.1:3"))
     journal.close()
     again = Journal(tmp_path, "fleet")
     assert again.last_serial() == 2
@@ -159,17 +159,17 @@ def test_requests_members_and_receipts_come_back(tmp_path: Path) -> None:
 def test_an_id_is_used_once(tmp_path: Path) -> None:
     journal = owned(tmp_path)
     journal.add_request(request("a", 1))
-    with pytest.raises(JournalFailed):
+    with pytest.raises(JournalError):
         journal.add_request(request("a", 2))
 
 
 def test_any_error_ends_the_journal(tmp_path: Path) -> None:
     """Hazard 19: after a failed write a read-back proves nothing."""
     journal = owned(tmp_path)
-    with pytest.raises(JournalFailed):
+    with pytest.raises(JournalError):
         journal.put_receipt("no such request", "{}")
     for call in (journal.records, journal.published_at, journal.members, lambda: journal.append(record(), 1.0)):
-        with pytest.raises(JournalFailed):
+        with pytest.raises(JournalError):
             call()
     assert owned(tmp_path).records() == ()
 
@@ -179,8 +179,8 @@ def test_a_full_disk_is_a_failed_journal_and_leaves_the_old_content(tmp_path: Pa
     journal.append(record(), 1.0)
     pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
     journal._db.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(JournalFailed):
-        journal.put_member(Member("r1", "i1", "x" * 1_000_000))
+    with pytest.raises(JournalError):
+        journal.put_member(KnownReplica("r1", "i1", "x" * 1_000_000))
     assert kinds(Journal(tmp_path, "fleet")) == ["decided"]
 
 
@@ -202,7 +202,7 @@ def test_manifests_are_named_by_their_digest(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "journal.sqlite3").write_bytes(b"not a database" * 1000)
-    with pytest.raises(JournalFailed):
+    with pytest.raises(JournalError):
         Journal(tmp_path, "fleet")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from updater.coordinator.journal.journal import Journal, JournalFailed
+from updater.coordinator.journal.journal import Journal, JournalError
 from updater.coordinator.journal.schema import NUMBER, JournalRefused, copy_of
 
 #: The tables of 0.1.0, as it made them, and its claim.
@@ -135,6 +135,6 @@ def test_the_journal_of_another_fleet_is_refused(old: Path) -> None:
 
 def test_a_copy_that_cannot_be_kept_stops_the_migration(old: Path) -> None:
     copy_of(old, 0).mkdir()
-    with pytest.raises(JournalFailed):
+    with pytest.raises(JournalError):
         Journal(old.parent, "prod")
     assert number(old) == 0

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine_adapter.replica.admission import AdmissionController
-from engine_adapter.replica.app import ReplicaFace
+from engine_adapter.replica.app import ReplicaApp
 from updater.core.fleet.state import Phase
 from updater.testing.service import LocalService
 
@@ -72,7 +72,7 @@ class Counting:
 
 
 def of_replica() -> str:
-    face = ReplicaFace("r0", cast(AdmissionController, Counting()))
+    face = ReplicaApp("r0", cast(AdmissionController, Counting()))
     return bytes(asyncio.run(face.metrics()).body).decode()
 
 

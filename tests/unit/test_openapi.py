@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI
 
 from engine_adapter.replica.admission import Gate
-from engine_adapter.replica.app import ReplicaFace, make_app
+from engine_adapter.replica.app import ReplicaApp, make_app
 from engine_adapter.replica.completions import ModelText
 from engine_adapter.testing.requests import HandEngine
 from updater.server.guard import MEDIA_TYPE
@@ -34,7 +34,7 @@ async def coordinator(folder: Path) -> FastAPI:
 
 async def front(_folder: Path) -> FastAPI:
     gate = Gate(HandEngine())
-    return make_app(ReplicaFace("one", gate), gate, ModelText("toy", None, (), 256, 64), Tokens())
+    return make_app(ReplicaApp("one", gate), gate, ModelText("toy", None, (), 256, 64), Tokens())
 
 
 def written(document: dict[str, Any]) -> bytes:

@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from updater.coordinator.members import participants
-from updater.coordinator.members.http_client import Client, TooLong
+from updater.coordinator.members.http_client import FrontClient, TooLong
 from updater.coordinator.members.participants import HttpParticipant, Refusal, Unreachable
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import Fence, FenceRequest, FrontStatus, StatusRequest
@@ -150,7 +150,7 @@ def test_an_endless_answer_is_cut_off() -> None:
     server = Canned(answer(b"x" * 10), answer(b"x" * 11), answer(b"x" * (participants.MAX_REPLY + 1)))
 
     async def use(participant: HttpParticipant) -> None:
-        client = Client(participant.url)
+        client = FrontClient(participant.url)
         assert await client.post("/x", b"{}", 10) == (200, b"x" * 10)
         with pytest.raises(TooLong):
             await client.post("/x", b"{}", 10)
@@ -199,7 +199,7 @@ def test_connections_are_kept_and_a_stale_one_is_replaced() -> None:
     server = Canned(ok, ok, ok, answer(b"{}", "200 OK", "Connection: close"), ok, close_after=frozenset({1, 3}))
 
     async def use(participant: HttpParticipant) -> None:
-        client = Client(participant.url)
+        client = FrontClient(participant.url)
         for _ in range(5):
             assert await client.post("/x", b"{}", 100) == (200, b"{}")
         await client.close()
@@ -225,7 +225,7 @@ def test_a_connection_that_was_reset_while_nobody_looked_is_replaced() -> None:
     async def main() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setblocking(False)
-        client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        client = FrontClient(f"http://127.0.0.1:{listener.getsockname()[1]}")
         for _ in range(2):
             serving = asyncio.create_task(answered_once(listener))
             assert await client.post("/x", b"{}", 100) == (200, b"{}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fastapi.routing import APIRoute
 
-from updater.coordinator.updates import Timeline
+from updater.coordinator.updates import PhaseTimer
 from updater.core.fleet.state import Phase
 from updater.core.policy import Policy
 from updater.core.version import Version
@@ -99,7 +99,7 @@ def test_a_request_needs_exactly_one_source() -> None:
 
 
 def test_a_timeline_adds_up_what_comes_again() -> None:
-    line = Timeline(0.0)
+    line = PhaseTimer(0.0)
     for phase, now in ((Phase.PAUSING, 1.0), (Phase.REOPENING, 3.0), (Phase.READY, 4.0), (Phase.PAUSING, 6.0)):
         line.enter(phase, now)
     line.enter(Phase.DECIDING, 7.0)
@@ -109,7 +109,7 @@ def test_a_timeline_adds_up_what_comes_again() -> None:
     assert pause is not None
     assert (pause.quiesce_ms, pause.decide_ms, pause.restore_ms) == (3000, 1000, 1000)
     assert (pause.pause_ms, pause.closed_ms) == (2000, 5000)
-    assert Timeline(0.0).pause() is None
+    assert PhaseTimer(0.0).pause() is None
 
 
 def test_gauges_follow_what_is_live() -> None:

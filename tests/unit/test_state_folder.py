@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from updater.coordinator.journal.journal import Journal, JournalFailed
+from updater.coordinator.journal.journal import Journal, JournalError
 from updater.coordinator.journal.state_folder import StateFolder
 from updater.core.errors import LiveweightsError
 from updater.server.security import ConfigurationError
@@ -138,7 +138,7 @@ def test_an_owner_that_did_not_sign_is_refused_all_the_same(tmp_path: Path, sign
 
 def test_a_folder_that_cannot_be_is_an_error_of_the_journal(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(JournalFailed):
+    with pytest.raises(JournalError):
         StateFolder.open(Settings(state=tmp_path / "file" / "state"))
 
 

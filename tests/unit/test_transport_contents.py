@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from transports.digest import tensor_digest, to_hex
 from transports.disk.manifests import save_manifest, write_manifest
 from transports.disk.source import DiskSource
-from updater.cli.against import Content, contents
+from updater.cli.against import FileContent, contents
 from updater.core.errors import Aborted
 from updater.protocol.manifest import Manifest, TensorEntry
 
 
-def found(folder: Path) -> dict[str, Content]:
+def found(folder: Path) -> dict[str, FileContent]:
     with DiskSource.open(str(folder), ("/",)) as source:
         return {each.name: each for each in contents(source)}
 

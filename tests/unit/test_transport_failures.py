@@ -6,7 +6,7 @@ import pytest
 
 from transports.stream.connection import ConnectionClosed
 from transports.stream.failures import FailureAttribution, named
-from transports.stream.messages import Answer, Close, Message
+from transports.stream.messages import Agreed, Close, Message
 from transports.testing.transfer import seats_for
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
@@ -83,7 +83,7 @@ def test_many_reasons_make_an_error_of_bounded_size() -> None:
     [
         ([Close((DIGEST,))], "tensor_digest"),
         ([Close((STOPPED, DIGEST))], "tensor_digest"),
-        ([Answer()], None),
+        ([Agreed()], None),
         (ConnectionClosed(), "peer_lost"),
         (wire.WireError("frame", "length", "too long"), "stream_mismatch"),
     ],

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from transports.base import Box, Read
-from transports.disk.io_plan import Limits, Place
+from transports.disk.io_plan import Place, ReadLimits
 from transports.disk.reader import ReaderOptions, fill
 from transports.disk.source import DiskSource
 from transports.testing import refused, write_checkpoint
@@ -67,7 +67,7 @@ def test_a_callback_that_raises_is_a_typed_error_and_ends_all_threads(tmp_path: 
     def progress(_bytes: int) -> None:
         raise ValueError
 
-    options = ReaderOptions(threads=3, limits=Limits(request=64))
+    options = ReaderOptions(threads=3, limits=ReadLimits(request=64))
     with DiskSource.open(str(tmp_path), (str(tmp_path),), options=options) as source:
         with refused("read_failed"):
             source.read([Read("t", Box.whole((64, 64)), torch.empty(64, 64))], progress=progress)
@@ -85,7 +85,7 @@ def test_more_rows_than_buffers_of_one_call(tmp_path: Path) -> None:
     tensor = torch.arange(1300 * 8, dtype=torch.int16).view(1300, 8)
     write_checkpoint(tmp_path / "model.safetensors", {"t": tensor})
     target = torch.zeros(1300, 11, dtype=torch.int16)
-    options = ReaderOptions(limits=Limits(run=1))
+    options = ReaderOptions(limits=ReadLimits(run=1))
     with DiskSource.open(str(tmp_path), (str(tmp_path),), options=options) as source:
         source.read([Read("t", Box.whole((1300, 8)), target[:, 2:10])])
     assert torch.equal(target[:, 2:10], tensor)
@@ -107,7 +107,7 @@ def test_columns_into_a_transposed_target(tmp_path: Path, run: int) -> None:
     tensor = torch.arange(6 * 8, dtype=torch.int16).view(6, 8)
     write_checkpoint(tmp_path / "model.safetensors", {"t": tensor})
     target = torch.zeros(4, 6, dtype=torch.int16)
-    with DiskSource.open(str(tmp_path), (str(tmp_path),), options=ReaderOptions(limits=Limits(run=run))) as source:
+    with DiskSource.open(str(tmp_path), (str(tmp_path),), options=ReaderOptions(limits=ReadLimits(run=run))) as source:
         source.read([Read("t", Box((0, 2), (6, 4)), target, (1, 0))])
     assert torch.equal(target, tensor[:, 2:6].t())
 
@@ -122,14 +122,14 @@ def test_columns_into_a_transposed_target(tmp_path: Path, run: int) -> None:
     ],
 )
 def test_bytes_asked_for_are_those_of_the_shard(tmp_path: Path, box: Box, asked: int) -> None:
-    assert asked_for(tmp_path, box, Limits(run=20)) == asked
+    assert asked_for(tmp_path, box, ReadLimits(run=20)) == asked
 
 
 def test_bytes_asked_for_short_runs_between_short_gaps_are_at_most_the_tensor(tmp_path: Path) -> None:
-    assert asked_for(tmp_path, Box((0, 16), (32, 32)), Limits(run=40)) == 32 * 64 - 32
+    assert asked_for(tmp_path, Box((0, 16), (32, 32)), ReadLimits(run=40)) == 32 * 64 - 32
 
 
-def asked_for(folder: Path, box: Box, limits: Limits) -> int:
+def asked_for(folder: Path, box: Box, limits: ReadLimits) -> int:
     """Of a tensor of 32 x 64 bytes."""
     write_checkpoint(folder / "model.safetensors", {"t": torch.zeros(32, 64, dtype=torch.uint8)})
     with DiskSource.open(str(folder), (str(folder),), options=ReaderOptions(limits=limits)) as source:

@@ -22,7 +22,7 @@ from engine_adapter.placement.coverage import check_destination, check_rows, che
 from engine_adapter.placement.declared.layouts import QKV, Experts, Layout, Merged, PaddedVocab, Sharded
 from engine_adapter.placement.declared.names import NameRules, Stacked
 from engine_adapter.placement.declared.rules import Rules, Target, declare
-from engine_adapter.placement.recorded.record import Start, place
+from engine_adapter.placement.recorded.record import StartCheckpoint, place
 from engine_adapter.placement.recorded.twin import Pairs
 from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow, Placement, Row
 from engine_adapter.placement.values import WireTensor
@@ -298,7 +298,7 @@ def test_the_twin_has_no_memory_and_no_part_of_the_live_model(config: Any, llama
 def test_another_recording_runs_on_a_thread_and_sets_no_current_configuration(config: Any, llama: Tensors) -> None:
     configs: Any = import_module("vllm.config")
     twin = meta_twin(lambda: build(config), built(config))
-    start = Start(llama.specs, place(twin, llama.specs, 0, 1))
+    start = StartCheckpoint(llama.specs, place(twin, llama.specs, 0, 1))
     inner, seen = twin.load, []
 
     def load(pairs: Pairs) -> object:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from engine_adapter.base import EngineSpec, Parameter
 from engine_adapter.hosted.meta_twin import default_dtype
 from engine_adapter.hosted.parameters import collect
-from engine_adapter.rank.spare import Spare
+from engine_adapter.rank.spare import RankSpare
 from engine_adapter.rank.state import DerivedStates
 from engine_adapter.testing.bare import BareReplica
 from engine_adapter.testing.small_models import manifest_of
@@ -95,7 +95,7 @@ class Updated:
     def __init__(self, live: Loaded, layers: ProcessedLayers) -> None:
         self.live, self.layers = live, layers
         self.parameters: dict[str, Parameter] = collect(live.model) | dict(layers.parameters)
-        self.spare = Spare(self.parameters)
+        self.spare = RankSpare(self.parameters)
         self.derived = DerivedStates(layers.derived, self.parameters)
 
     def stage(self, checkpoint: Path) -> None:

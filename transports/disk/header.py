@@ -36,7 +36,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class FileHeader:
     """`tensors` in the order of the header, names as stored. `size`: bytes of the whole file."""
 
     file: str
@@ -55,7 +55,7 @@ OTHERS: tuple[tuple[bytes, str, str], ...] = (
 )
 
 
-def read_header(fd: int, file: str) -> Header:
+def read_header(fd: int, file: str) -> FileHeader:
     """Read and check the header of an open file. Raises Rejected with every fault of this file."""
     raw, size = _raw_header(fd, file)
     return check_header(raw, size, file)
@@ -83,7 +83,7 @@ def _raw_header(fd: int, file: str) -> tuple[bytes, int]:
     return _pread(fd, length, PREFIX, file), size
 
 
-def check_header(raw: bytes, size: int, file: str) -> Header:
+def check_header(raw: bytes, size: int, file: str) -> FileHeader:
     """`raw`: the header's JSON; `size`: bytes of the whole file. Pure. Raises Rejected with every fault."""
     if PREFIX + len(raw) > size:
         raise refuse("file_truncated", f"a header of {len(raw)} bytes in a file of {size}", file=file)
@@ -100,7 +100,7 @@ def check_header(raw: bytes, size: int, file: str) -> Header:
     faults += list(_range_faults(tensors, base, size, file, complete=not faults))[:FAULT_LIMIT]
     if faults:
         raise Rejected(*faults[:FAULT_LIMIT])
-    return Header(file, size, tuple(tensors))
+    return FileHeader(file, size, tuple(tensors))
 
 
 def _pread(fd: int, count: int, offset: int, file: str) -> bytes:

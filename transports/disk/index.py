@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transports.disk.header import Header, read_names
+from transports.disk.header import FileHeader, read_names
 from transports.disk.paths import OpenFile, open_file, read_text, resolve
 from updater.core.errors import Failure, Rejected, refuse
 from updater.protocol.manifest import INDEX_SUFFIX
@@ -107,7 +107,7 @@ def parse_index(text: str, file: str) -> tuple[dict[str, str], int | None]:
     return weight_map, int(total) if isinstance(total, int | float) and total == total // 1 else None
 
 
-def index_faults(layout: Layout, headers: Mapping[str, Header]) -> list[Failure]:
+def index_faults(layout: Layout, headers: Mapping[str, FileHeader]) -> list[Failure]:
     """Index against headers, both ways, and names that occur in more than one file. `headers`: by file."""
     owners: dict[str, list[str]] = {}
     for file, header in headers.items():
@@ -132,7 +132,7 @@ def index_faults(layout: Layout, headers: Mapping[str, Header]) -> list[Failure]
     return faults
 
 
-def ambiguities(layout: Layout, headers: Iterable[Header], roots: Sequence[str]) -> list[Failure]:
+def ambiguities(layout: Layout, headers: Iterable[FileHeader], roots: Sequence[str]) -> list[Failure]:
     """Files beside the index that hold tensors of the same names: nothing here says which of the two is meant.
 
     By names alone, as a loader knows them: no tensor byte is read. A stray file without a readable header has none.
@@ -160,7 +160,7 @@ def _way_out(layout: Layout, stray: str) -> str:
     return f"give the path of {index} or of {stray} instead of the folder's, or take away the one that is not meant"
 
 
-def size_warnings(layout: Layout, headers: Iterable[Header]) -> list[str]:
+def size_warnings(layout: Layout, headers: Iterable[FileHeader]) -> list[str]:
     """What an index says of the total size is often wrong in honest checkpoints: a warning."""
     total = sum(tensor.spec.nbytes for header in headers for tensor in header.tensors)
     if layout.total_size is None or layout.total_size == total:

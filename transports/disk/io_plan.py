@@ -20,7 +20,7 @@ from updater.protocol.manifest import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ReadLimits:
     """Bytes. `run`: a shorter run is not worth a read call of its own, a longer gap is worth leaving out.
 
     `request`: of one read call straight into memory. `bucket`: small enough to stay in cache until it is copied out.
@@ -31,7 +31,7 @@ class Limits:
     bucket: int = 2 << 20
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = ReadLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ Request = Direct | Bucketed
 _Step = Callable[[int, tuple[int, ...], torch.Tensor], Iterator[Request]]
 
 
-def requests(place: Place, read: Read, limits: Limits) -> Iterator[Request]:
+def requests(place: Place, read: Read, limits: ReadLimits) -> Iterator[Request]:
     """The requests of one read. Raises Aborted `tensor_shape` or `tensor_dtype` where target and box do not fit."""
     return _Planner.of(place, read, limits).split()
 
@@ -98,7 +98,7 @@ class _Planner:
     """`view`: the target with the dimensions of the box, in the source's order. `direct`: its bytes are the file's."""
 
     place: Place
-    limits: Limits
+    limits: ReadLimits
     item: int
     strides: tuple[int, ...]
     base: int
@@ -108,7 +108,7 @@ class _Planner:
     direct: bool
 
     @classmethod
-    def of(cls, place: Place, read: Read, limits: Limits) -> _Planner:
+    def of(cls, place: Place, read: Read, limits: ReadLimits) -> _Planner:
         found = landing(place.spec, read, place.file)
         strides = _row_major(found.shape)
         base = sum(at * step for at, step in zip(found.box.start, strides, strict=True))

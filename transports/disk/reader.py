@@ -16,7 +16,17 @@ from dataclasses import dataclass
 import torch
 
 from transports.base import Cancelled, Read, ReadReport
-from transports.disk.io_plan import DEFAULT_LIMITS, Bucketed, Direct, Limits, Pattern, Place, Request, check, requests
+from transports.disk.io_plan import (
+    DEFAULT_LIMITS,
+    Bucketed,
+    Direct,
+    Pattern,
+    Place,
+    ReadLimits,
+    Request,
+    check,
+    requests,
+)
 from updater.core.errors import Aborted, Failure, LiveweightsError
 
 _Preadv = Callable[[int, list[memoryview], int], int]
@@ -31,7 +41,7 @@ class ReaderOptions:
     """
 
     threads: int = 0
-    limits: Limits = DEFAULT_LIMITS
+    limits: ReadLimits = DEFAULT_LIMITS
     drop_cache: bool = False
     poison: bool = False
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from transports.disk.hashes import folder_hashes
-from transports.disk.header import Header, read_header
+from transports.disk.header import FileHeader, read_header
 from transports.disk.index import Layout, ambiguities, find_layout, index_faults, size_warnings
 from transports.disk.manifest_check import load_manifest, manifest_faults
 from transports.disk.paths import open_file
@@ -112,8 +112,10 @@ def _report(path: str, layout: Layout, roots: Sequence[str]) -> Report:
     )
 
 
-def _headers(layout: Layout, roots: Sequence[str]) -> tuple[dict[str, Header], tuple[FileReport, ...], list[Failure]]:
-    headers: dict[str, Header] = {}
+def _headers(
+    layout: Layout, roots: Sequence[str]
+) -> tuple[dict[str, FileHeader], tuple[FileReport, ...], list[Failure]]:
+    headers: dict[str, FileHeader] = {}
     files: list[FileReport] = []
     faults: list[Failure] = []
     for name in layout.files:
@@ -134,7 +136,7 @@ def _headers(layout: Layout, roots: Sequence[str]) -> tuple[dict[str, Header], t
     return headers, tuple(files), faults
 
 
-def _specs(headers: Mapping[str, Header], faults: list[Failure]) -> dict[str, TensorSpec]:
+def _specs(headers: Mapping[str, FileHeader], faults: list[Failure]) -> dict[str, TensorSpec]:
     raw = {tensor.spec.name: tensor.spec for header in headers.values() for tensor in header.tensors}
     try:
         clean_names(raw)
@@ -158,7 +160,7 @@ def _manifest(
     return manifest
 
 
-def _dtypes(headers: Mapping[str, Header]) -> tuple[DtypeReport, ...]:
+def _dtypes(headers: Mapping[str, FileHeader]) -> tuple[DtypeReport, ...]:
     counts: dict[str, tuple[int, int]] = {}
     for header in headers.values():
         for tensor in header.tensors:
@@ -167,7 +169,7 @@ def _dtypes(headers: Mapping[str, Header]) -> tuple[DtypeReport, ...]:
     return tuple(DtypeReport(dtype, *counts[dtype]) for dtype in sorted(counts))
 
 
-def _renamed(headers: Mapping[str, Header]) -> list[str]:
+def _renamed(headers: Mapping[str, FileHeader]) -> list[str]:
     names = [tensor.spec.name for header in headers.values() for tensor in header.tensors]
     renamed = sum(clean_name(name) != name for name in names)
     return [f"{renamed} of {len(names)} names carry trainer wrappers, which are taken off"] if renamed else []

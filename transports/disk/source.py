@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from transports.base import Read, ReadReport, Source
 from transports.disk.hashes import folder_document, folder_hashes
-from transports.disk.header import Header, read_header
+from transports.disk.header import FileHeader, read_header
 from transports.disk.index import Layout, ambiguities, find_layout, index_faults, missing_shard, size_warnings
 from transports.disk.io_plan import Place
 from transports.disk.manifest_check import load_manifest, manifest_faults
@@ -32,7 +32,7 @@ class DiskSource:
 
     def __init__(
         self,
-        headers: Mapping[str, Header],
+        headers: Mapping[str, FileHeader],
         places: Mapping[str, Place],
         manifest: Manifest | None,
         warnings: tuple[str, ...],
@@ -189,9 +189,9 @@ def source_document(source: Source) -> ModelDocument:
 
 def _open_shards(
     layout: Layout, roots: Sequence[str], watched: list[OpenFile]
-) -> tuple[dict[str, Header], dict[str, OpenFile]]:
+) -> tuple[dict[str, FileHeader], dict[str, OpenFile]]:
     """Every header, or all that is wrong with any of them. Opened files are added to `watched`."""
-    headers: dict[str, Header] = {}
+    headers: dict[str, FileHeader] = {}
     files: dict[str, OpenFile] = {}
     faults: list[Failure] = []
     for name in layout.files:
@@ -212,7 +212,7 @@ def _shard_faults(layout: Layout, name: str, error: Rejected) -> Sequence[Failur
     return error.failures
 
 
-def _places(headers: Mapping[str, Header], files: Mapping[str, OpenFile]) -> dict[str, Place]:
+def _places(headers: Mapping[str, FileHeader], files: Mapping[str, OpenFile]) -> dict[str, Place]:
     """Clean name -> place, sorted by name."""
     clean = clean_names(tensor.spec.name for header in headers.values() for tensor in header.tensors)
     places = {}

@@ -13,7 +13,7 @@ from transports.buckets import Bucket
 from transports.media.gloo import GlooGroup
 from transports.media.group_init import GroupInit, Relay
 from transports.media.nccl import NcclGroup, device_name, nccl_works, refuse_shared_devices
-from transports.media.work import Group, Work, let_go, settle_device
+from transports.media.work import CollectiveGroup, CollectiveWork, let_go, settle_device
 from transports.stream.connection import Waker
 from transports.stream.failures import named
 from transports.stream.medium import Broken
@@ -23,7 +23,7 @@ from transports.stream.sender_session import Peer, SenderSession
 from updater.core.errors import Aborted, Failure, refuse
 
 #: (store, rank, size, this side's host, limit in seconds) -> one end of a group. Blocks; raises Broken.
-MakeGroup = Callable[[Relay, int, int, str, float], Group]
+MakeGroup = Callable[[Relay, int, int, str, float], CollectiveGroup]
 BACKENDS: dict[str, MakeGroup] = {"gloo": GlooGroup, "nccl": NcclGroup}
 
 
@@ -48,7 +48,7 @@ class CollectiveSender:
         self.kind = backend
         self._host, self._limit_s = host, group_limit(patience_s)
         self._make_group = make_group
-        self._group: Group | None = None
+        self._group: CollectiveGroup | None = None
         self._name = ""
         self._init: GroupInit | None = None
         self._memory: list[torch.Tensor] = []
@@ -104,7 +104,7 @@ class CollectiveSender:
     def filled(self) -> None:
         settle_device()
 
-    def post(self, buffer: int, nbytes: int, notify: Callable[[], None]) -> Work:
+    def post(self, buffer: int, nbytes: int, notify: Callable[[], None]) -> CollectiveWork:
         if self._group is None:
             raise Broken("there is no group")
         return self._group.broadcast(self.room(buffer, nbytes), notify)
@@ -120,7 +120,7 @@ class CollectiveSender:
         self._memory = []
         self._drop_group()
 
-    def _form(self, session: SenderSession, deadline: float) -> Group:
+    def _form(self, session: SenderSession, deadline: float) -> CollectiveGroup:
         """Until this side is in the group; the others say so themselves."""
         make, size = self._make_group or BACKENDS[self.kind], len(session.peers) + 1
         init = GroupInit(lambda relay: make(relay, 0, size, self._host, self._limit_s), session.waker.set)
@@ -153,7 +153,7 @@ class CollectiveReceiver:
         self.held = ""
         self._waker = Waker()
         self.wakers: tuple[Waker, ...] = (self._waker,)
-        self._group: Group | None = None
+        self._group: CollectiveGroup | None = None
         self._memory: list[torch.Tensor] = []
 
     def greeting(self) -> tuple[tuple[str, ...], int]:
@@ -167,7 +167,7 @@ class CollectiveReceiver:
             self._memory = []
             self._memory = [self._group.room(opening.plan.room) for _ in range(AHEAD)]
 
-    def post(self, bucket: Bucket, go: Go) -> Work:
+    def post(self, bucket: Bucket, go: Go) -> CollectiveWork:
         if self._group is None:
             raise Broken("there is no group")
         return self._group.broadcast(self.data(bucket, go), self._waker.set)
@@ -205,7 +205,7 @@ class CollectiveReceiver:
         let_go(group)
 
 
-def _formed(session: ReceiverSession, init: GroupInit) -> Group:
+def _formed(session: ReceiverSession, init: GroupInit) -> CollectiveGroup:
     deadline = session.deadline()
     while True:
         for name, value in init.outgoing():

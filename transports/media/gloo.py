@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from transports.media.group_init import Relay
-from transports.media.work import Work, first_line, from_sender
+from transports.media.work import CollectiveWork, first_line, from_sender
 from transports.stream.guards import leaves_at_exit
 from transports.stream.medium import Broken
 
@@ -24,7 +24,7 @@ class GlooGroup:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=timeout_s)
         self._group: Any = dist.ProcessGroupGloo(relay, rank, size, options)
-        self._last: Work | None = None
+        self._last: CollectiveWork | None = None
         self._closed = False
         self._ending: threading.Thread | None = None
         self._lock = threading.Lock()  # nothing is posted while the group is let go of
@@ -33,12 +33,12 @@ class GlooGroup:
     def room(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def broadcast(self, data: torch.Tensor, notify: Callable[[], None]) -> Work:
+    def broadcast(self, data: torch.Tensor, notify: Callable[[], None]) -> CollectiveWork:
         with self._lock:
             if self._closed:
                 raise Broken("the group has been closed")
             try:
-                self._last = Work(self._group.broadcast([data], from_sender()), notify)
+                self._last = CollectiveWork(self._group.broadcast([data], from_sender()), notify)
             except RuntimeError as error:
                 raise Broken(first_line(error)) from None
             return self._last

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import Store
 
-from transports.media.work import Group, first_line, let_go, uses_device
+from transports.media.work import CollectiveGroup, first_line, let_go, uses_device
 from transports.stream.guards import leaves_at_exit
 from transports.stream.medium import Broken
 
@@ -69,10 +69,10 @@ class Relay(Store):
 class GroupInit:
     """A group that forms in a thread of its own, so that the side that waits for it can give up."""
 
-    def __init__(self, make: Callable[[Relay], Group], notify: Callable[[], None]) -> None:
+    def __init__(self, make: Callable[[Relay], CollectiveGroup], notify: Callable[[], None]) -> None:
         self.relay = Relay(notify)
         self._make, self._notify = make, notify
-        self._group: Group | None = None
+        self._group: CollectiveGroup | None = None
         self._error = ""
         self._given_up = False
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class GroupInit:
             found.append(self.relay.outbox.popleft())
         return found
 
-    def group(self) -> Group | None:
+    def group(self) -> CollectiveGroup | None:
         """None: not yet. Raises Broken."""
         with self._lock:
             if self._error:

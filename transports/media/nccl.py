@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from transports.media.group_init import Relay
-from transports.media.work import Polled, Work, first_line, from_sender, nothing, uses_device
+from transports.media.work import CollectiveWork, Polled, first_line, from_sender, nothing, uses_device
 from transports.stream.failures import place
 from transports.stream.medium import Broken
 from updater.core.errors import Aborted, Failure
@@ -48,7 +48,7 @@ class NcclGroup:
     def room(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
-    def broadcast(self, data: torch.Tensor, notify: Callable[[], None]) -> Work:
+    def broadcast(self, data: torch.Tensor, notify: Callable[[], None]) -> CollectiveWork:
         try:
             return Polled(self._group.broadcast([data], from_sender()))
         except RuntimeError as error:

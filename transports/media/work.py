@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transports.stream.medium import Broken
 
 
-class Work:
+class CollectiveWork:
     """A posted broadcast: a `Travelling` that holds its tensor until it has ended."""
 
     poll_s: float | None = None
@@ -46,7 +46,7 @@ class Work:
         self._notify = nothing
 
 
-class Polled(Work):
+class Polled(CollectiveWork):
     """A collective of a device, whose end is seen by asking for it."""
 
     poll_s = 0.001
@@ -67,20 +67,20 @@ class Polled(Work):
         pass
 
 
-class Group(Protocol):
+class CollectiveGroup(Protocol):
     """One end of a group."""
 
     def room(self, nbytes: int) -> torch.Tensor:
         """Touched uint8 memory that this group can send from and receive into."""
 
-    def broadcast(self, data: torch.Tensor, notify: Callable[[], None]) -> Work:
+    def broadcast(self, data: torch.Tensor, notify: Callable[[], None]) -> CollectiveWork:
         """Posts, from rank 0 to all. `notify`: called from another thread when it has ended."""
 
     def close(self) -> None:
         """At once, whatever is posted."""
 
 
-def let_go(group: Group | None) -> None:
+def let_go(group: CollectiveGroup | None) -> None:
     """Close a group that is not used again; an error of that is passed over, since its name never comes back."""
     if group is not None:
         with suppress(RuntimeError):

@@ -58,15 +58,15 @@ atexit.register(_leave)
 os.register_at_fork(after_in_child=_inside.clear)  # a child has none of these threads
 
 
-class Held(Protocol):
+class HoldsDescriptors(Protocol):
     def drop(self) -> None:
         """Close the descriptors of this process, and nothing else. After `close`: nothing."""
 
 
-_held: weakref.WeakSet[Held] = weakref.WeakSet()
+_held: weakref.WeakSet[HoldsDescriptors] = weakref.WeakSet()
 
 
-def close_on_fork(each: Held) -> None:
+def close_on_fork(each: HoldsDescriptors) -> None:
     _held.add(each)
 
 

@@ -83,7 +83,7 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Agreed:
     """A receiver has nothing against the plan. One that has says Close with its reasons."""
 
     kind: Literal["answer"] = "answer"
@@ -198,7 +198,7 @@ class Close:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
-Message = Hello | Opening | Answer | Key | Buffers | Ready | Go | Waiting | End | Close
+Message = Hello | Opening | Agreed | Key | Buffers | Ready | Go | Waiting | End | Close
 _ANY: Any = Annotated[Message, Discriminator("kind")]
 
 encode = wire.encode

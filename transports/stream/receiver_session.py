@@ -18,7 +18,7 @@ from transports.digest import tensor_digest, to_hex
 from transports.stream.connection import Connection, ConnectionClosed, Waker, wait
 from transports.stream.medium import Broken, ReceiverMedium, Travelling
 from transports.stream.messages import (
-    Answer,
+    Agreed,
     Buffers,
     Close,
     End,
@@ -86,7 +86,7 @@ class ReceiverSession:
         )
         opening = self.next(Opening)
         _judge(opening, expected)
-        self.connection.post(Answer())
+        self.connection.post(Agreed())
         self._wait_at_most(opening.begin_within_s)
         self.medium.join(self, opening)
         self.connection.post(Ready(0))

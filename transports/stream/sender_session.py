@@ -15,7 +15,7 @@ from transports.stream.addresses import Arrivals
 from transports.stream.connection import Connection, ConnectionClosed, Waker, wait
 from transports.stream.failures import FailureAttribution, named
 from transports.stream.medium import Broken, SenderMedium, Travelling
-from transports.stream.messages import AHEAD, Answer, Close, Go, Hello, Key, Message, Ready, Waiting, encode
+from transports.stream.messages import AHEAD, Agreed, Close, Go, Hello, Key, Message, Ready, Waiting, encode
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
 from updater.protocol import wire
@@ -289,7 +289,7 @@ class Peer:
 
     def note(self, message: Message) -> bool:
         """Whether it may say that now. Hello and Close are not heard here."""
-        if isinstance(message, Answer) and not self.answered:
+        if isinstance(message, Agreed) and not self.answered:
             self.answered = True
         elif isinstance(message, Key) and self.answered and not self.joined:
             self.keys.append(message)

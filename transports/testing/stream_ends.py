@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from transports.buckets import StreamPlan
 from transports.stream.addresses import Dial, TcpListener, UnixListener, dial_tcp, dial_unix, fresh_address
 from transports.stream.connection import Connection, ConnectionClosed, wait
-from transports.stream.messages import Answer, Hello, Message, Opening, seats_digest
+from transports.stream.messages import Agreed, Hello, Message, Opening, seats_digest
 from updater.core.participant import StreamOffer
 from updater.core.release import RELEASE
 
@@ -93,7 +93,7 @@ class ScriptedSender(Scripted):
     def meet(self, plan: StreamPlan) -> None:
         """As `opens`, and hear that it will do."""
         self.opens(plan)
-        self.hear(Answer)
+        self.hear(Agreed)
 
     def close(self) -> None:
         super().close()
@@ -124,7 +124,7 @@ class ScriptedReceiver(Scripted):
         def talk() -> None:
             self.hello(**other)
             self.hear(Opening)
-            self.says(Answer(), *then)
+            self.says(Agreed(), *then)
 
         thread = threading.Thread(target=talk, name="scripted-receiver")
         thread.start()

@@ -36,7 +36,7 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlannedPush:
     """`version`: that would be pushed; None: the next one. `policy`: as in the body of an update. `headers`: read no
     tensor.
     """
@@ -86,7 +86,7 @@ class Against:
         }
 
 
-def look(path: Path, client: Client, asked: Asked, progress: Progress = lambda _bytes: None) -> Against:
+def look(path: Path, client: Client, asked: PlannedPush, progress: Progress = lambda _bytes: None) -> Against:
     """Raises LiveweightsError where the fleet does not answer, or cannot answer now."""
     fleet = client.model()
     receipt, refused = _planned(path, client, asked)
@@ -112,7 +112,7 @@ def look(path: Path, client: Client, asked: Asked, progress: Progress = lambda _
     )
 
 
-def _planned(path: Path, client: Client, asked: Asked) -> tuple[Receipt | None, tuple[Failure, ...]]:
+def _planned(path: Path, client: Client, asked: PlannedPush) -> tuple[Receipt | None, tuple[Failure, ...]]:
     """The receipt of a dry run, or why it was refused. It waits for what another client publishes."""
     body: dict[str, Any] = {"path": real_path(str(path)), "dry_run": True}
     body["policy"] = dict(asked.policy) | {"on_busy": "wait"}
@@ -154,13 +154,13 @@ def _with_config(
 # --- what the bytes are judged by
 
 
-def _contents(path: Path, progress: Progress) -> Iterator[Content]:
+def _contents(path: Path, progress: Progress) -> Iterator[FileContent]:
     with DiskSource.open(str(path), ("/",)) as source:
         yield from contents(source, progress)
 
 
 def _of_content(
-    found: list[Content], client: Client, fleet: ModelState, policy: Mapping[str, Any]
+    found: list[FileContent], client: Client, fleet: ModelState, policy: Mapping[str, Any]
 ) -> tuple[tuple[Failure, ...], list[str]]:
     """(refusals, warnings): what is not finite is seen while it is staged, the rest by the vote."""
     odd = [each for each in found if each.nonfinite]
@@ -219,7 +219,7 @@ def show(found: Against) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class FileContent:
     """Of one tensor. `promised`: the digest that the manifest has for it, or empty. `digest`: of the bytes.
 
     `nonfinite`: a NaN or an infinity is in it. `blank`: it should hold a normal number, and holds none.
@@ -233,7 +233,7 @@ class Content:
     blank: bool
 
 
-def contents(source: DiskSource, progress: Callable[[int], None] = lambda _bytes: None) -> Iterator[Content]:
+def contents(source: DiskSource, progress: Callable[[int], None] = lambda _bytes: None) -> Iterator[FileContent]:
     """Every tensor that the manifest does not list as ignored. Digests are computed of those with a promise, and of
     those that are blank. Raises Aborted where files change or fail while they are read.
     """
@@ -246,7 +246,7 @@ def contents(source: DiskSource, progress: Callable[[int], None] = lambda _bytes
     source.recheck()
 
 
-def _content(source: DiskSource, spec: TensorSpec, promised: str, progress: Callable[[int], None]) -> Content:
+def _content(source: DiskSource, spec: TensorSpec, promised: str, progress: Callable[[int], None]) -> FileContent:
     odd, blank, total = False, judged(spec), 0
     for slab in slabs(spec):
         source.read([Read(spec.name, slab.box, slab.room)], progress=progress)
@@ -255,4 +255,4 @@ def _content(source: DiskSource, spec: TensorSpec, promised: str, progress: Call
         if promised or blank:
             total = add(total, region_digest(slab.room, spec.shape, spec.dtype, slab.box))
     digest = to_hex(total) if promised or blank else ""
-    return Content(spec.name, source.places[spec.name].file, promised, digest, odd, blank and spec.numel > 0)
+    return FileContent(spec.name, source.places[spec.name].file, promised, digest, odd, blank and spec.numel > 0)

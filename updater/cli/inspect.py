@@ -33,7 +33,7 @@ SHOWN_FAULTS = 40
 
 
 #: (client of a coordinator, what a push would ask of it)
-Fleet = tuple[Client, compared.Asked]
+Fleet = tuple[Client, compared.PlannedPush]
 
 
 def run(path: Path, tp: int | None, *, as_json: bool, against: Fleet | None = None) -> bool:
@@ -50,7 +50,7 @@ def run(path: Path, tp: int | None, *, as_json: bool, against: Fleet | None = No
     return not report.sound or (held is not None and bool(held.refused))
 
 
-def _held(path: Path, client: Client, asked: compared.Asked) -> compared.Against:
+def _held(path: Path, client: Client, asked: compared.PlannedPush) -> compared.Against:
     files = path.glob("*.safetensors") if path.is_dir() else [path]
     with views.byte_bar("values", sum(file.stat().st_size for file in files if file.is_file())) as told:
         return compared.look(path, client, asked, told)

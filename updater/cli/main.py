@@ -369,7 +369,7 @@ def inspect(
         if against is None:
             raise typer.Exit(Exit.REFUSED if inspect.run(directory, tp, as_json=as_json) else Exit.OK)
         with client_of(against) as client:
-            asked = comparing.Asked(against, version, policy | {"new_run": new_run}, headers)
+            asked = comparing.PlannedPush(against, version, policy | {"new_run": new_run}, headers)
             faulty = inspect.run(directory, tp, as_json=as_json, against=(client, asked))
         raise typer.Exit(Exit.REFUSED if faulty else Exit.OK)
 

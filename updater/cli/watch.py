@@ -43,7 +43,7 @@ class Publisher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCheckpoint:
     """A folder whose name is a version. `run` None: of the run that is live."""
 
     path: Path
@@ -67,16 +67,16 @@ class Found:
         )
 
 
-def found_in(folder: Path) -> list[Found]:
+def found_in(folder: Path) -> list[FoundCheckpoint]:
     """Folders named `run-step`, `step-N`, `checkpoint-N`, `global_stepN` and the like."""
     result = []
     for path in folder.iterdir():
         if not path.is_dir():
             continue
         if match := _RUN_STEP.fullmatch(path.name):
-            result.append(Found(path, int(match[1]), int(match[2])))
+            result.append(FoundCheckpoint(path, int(match[1]), int(match[2])))
         elif match := _STEP.fullmatch(path.name):
-            result.append(Found(path, None, int(match[1])))
+            result.append(FoundCheckpoint(path, None, int(match[1])))
     return result
 
 
@@ -136,12 +136,12 @@ class Watch:
             raise refused
         return None
 
-    def _newer(self, live: Version) -> list[Found]:
+    def _newer(self, live: Version) -> list[FoundCheckpoint]:
         """Newest first: by version, of a run that is still to be opened by time."""
         found = [each for each in found_in(self._folder) if not self._since or each.touched() >= self._since]
         if self._new_run:
-            return sorted((each for each in found if each.run is None), key=Found.touched, reverse=True)
-        newest = max(found, key=Found.touched, default=None)
+            return sorted((each for each in found if each.run is None), key=FoundCheckpoint.touched, reverse=True)
+        newest = max(found, key=FoundCheckpoint.touched, default=None)
         if newest is not None and newest.version(live) < live:
             # What is written last is older than what is live: a trainer began again.
             hint = "a run that began again at an older step needs --new-run"
@@ -149,7 +149,7 @@ class Watch:
         newer = [each for each in found if each.version(live) > live]
         return sorted(newer, key=lambda each: each.version(live), reverse=True)
 
-    def _publish(self, found: Found, version: Version, signature: Signature) -> Receipt:
+    def _publish(self, found: FoundCheckpoint, version: Version, signature: Signature) -> Receipt:
         body: dict[str, Any] = {"path": str(found.path), "version": str(version), "policy": self._policy}
         if self._new_run:
             body |= {"version": found.step, "policy": {**self._policy, "new_run": True}}
@@ -164,7 +164,7 @@ class Watch:
             self._new_run, self._since = False, since
         return receipt
 
-    def _complete(self, found: Found) -> Signature | None:
+    def _complete(self, found: FoundCheckpoint) -> Signature | None:
         try:
             signature = found.signature()
         except FileNotFoundError:  # it is being written, or taken away

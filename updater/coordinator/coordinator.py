@@ -13,27 +13,26 @@ import secrets
 from collections.abc import Callable
 
 from updater.coordinator.clock import Clock, LoopClock, OrderedClock
-from updater.coordinator.desk import Desk
-from updater.coordinator.journal.journal import Journal, JournalFailed
+from updater.coordinator.journal.journal import Journal, JournalError
 from updater.coordinator.machine import Machine
-from updater.coordinator.members.directory import Contact, Directory, Probe, ProgressPoll
-from updater.coordinator.members.joins import Callers, Joins
+from updater.coordinator.members.directory import FailureDetector, MemberDirectory, MemberHandle, ProgressPoll
+from updater.coordinator.members.joins import Callers, MembershipService
 from updater.coordinator.members.models import dtypes_of
 from updater.coordinator.members.participants import ParticipantFactory, http_participants
 from updater.coordinator.outbox import Outbox
-from updater.coordinator.recovery import Found, Recovery
+from updater.coordinator.recovery import FleetRecovery, RecoveredFleet
 from updater.coordinator.sources import sources_needed
+from updater.coordinator.update_service import UpdateService
 from updater.coordinator.updates import failure_body
 from updater.core.errors import Failure, Unavailable
 from updater.core.fleet import events as ev
 from updater.core.fleet.begin import candidates
 from updater.core.fleet.effects import Denied, Finish, Started
 from updater.core.fleet.members import obstacle
-from updater.core.fleet.state import FleetState, Member, Phase, Standing
+from updater.core.fleet.state import Fleet, Member, Phase, Standing
 from updater.core.participant import Call, Claim, Claimed, FrontStatus, Kind
 from updater.protocol import wire
-from updater.protocol.answers import DtypesState, MemberState, ModelState, VersionState
-from updater.protocol.answers import FleetState as FleetView
+from updater.protocol.answers import DtypesState, FleetState, MemberState, ModelState, VersionState
 from updater.server.metrics import Metrics
 from updater.settings import Settings
 
@@ -56,14 +55,18 @@ class Coordinator:
         self.settings, self.metrics = settings, Metrics()
         self._clock, self._on_stop, self._make = OrderedClock(clock or LoopClock()), on_stop, make
         self._journal = journal or Journal(settings.state_folder, settings.fleet)
-        self._directory = Directory()
+        self._directory = MemberDirectory()
         self._machine = Machine(self._journal, self._clock, self)
         feed = self._machine.feed
         self._outbox = Outbox(self._clock, deadlines, self._directory.participant, feed, self._unanswered)
         self._machine.attach(self._outbox)
-        self.probe = Probe(self._directory, self._clock, deadlines, lambda: self.state.members, feed, self._look_again)
-        self.desk = Desk(settings, self._journal, self._machine, self._clock, self.metrics, self.dtypes)
-        self.joins = Joins(make, self._directory, self._journal, self._machine, self.desk, deadlines, self._clock)
+        self.probe = FailureDetector(
+            self._directory, self._clock, deadlines, lambda: self.state.members, feed, self._look_again
+        )
+        self.desk = UpdateService(settings, self._journal, self._machine, self._clock, self.metrics, self.dtypes)
+        self.joins = MembershipService(
+            make, self._directory, self._journal, self._machine, self.desk, deadlines, self._clock
+        )
         self._staging = ProgressPoll(
             self._directory, self._clock, deadlines.status_s, self._participants, self.desk.progress
         )
@@ -74,13 +77,13 @@ class Coordinator:
         self._copies: set[str] = set()  # owners that lost against this one
         self._owner = secrets.token_hex(8)
         self._callers = Callers(self._clock, deadlines.watch_s)
-        self._recovery = Recovery(self._journal, self._directory, self._make, settings, self._clock, self._owner)
+        self._recovery = FleetRecovery(self._journal, self._directory, self._make, settings, self._clock, self._owner)
         self._leads_nobody = self._adopting = False
 
     # -- life
 
     async def start(self) -> None:
-        """Take the fleet over, recover, and begin to probe. Raises JournalFailed."""
+        """Take the fleet over, recover, and begin to probe. Raises JournalError."""
         if self._journal.new:
             where, fleet = self.settings.state_folder, self.settings.fleet
             _log.warning("a new journal in %s: fleet %r begins without history", where, fleet)
@@ -96,10 +99,10 @@ class Coordinator:
         """Stop soon after another coordinator began on this journal, also if there is nothing to append."""
         while self.stopped is None:
             await self._clock.sleep(self.settings.deadlines.probe_every_s)
-            with contextlib.suppress(JournalFailed), self._machine.journaled():
+            with contextlib.suppress(JournalError):
                 self._journal.must_own()
 
-    def _go_on(self, found: Found) -> None:
+    def _go_on(self, found: RecoveredFleet) -> None:
         hold = found.state.hold
         self._leads_nobody = hold is not None and hold.code == "behind"
         self.desk.recover(found)
@@ -113,8 +116,7 @@ class Coordinator:
         self._say_obstacles()
         hold = self.state.hold
         if self._leads_nobody and self.stopped is None and hold is not None and hold.code == "behind":
-            with self._machine.journaled():
-                found = await self._recovery.again()
+            found = await self._recovery.again()
             if found.state.hold != hold:
                 self._go_on(found)
 
@@ -178,7 +180,7 @@ class Coordinator:
                 self._machine.ask(ev.AbortRequested(update.id))
 
     @property
-    def state(self) -> FleetState:
+    def state(self) -> Fleet:
         return self._machine.state
 
     @property
@@ -188,7 +190,7 @@ class Coordinator:
 
     # -- what the machine tells (`machine.Owner`)
 
-    def on_moved(self, before: FleetState, after: FleetState) -> None:
+    def on_moved(self, before: Fleet, after: Fleet) -> None:
         self._hold_changed(before.hold)
         self.desk.moved(before, after)
         if after.phase is not before.phase:
@@ -199,7 +201,7 @@ class Coordinator:
                 if member.owed is None:
                     self._directory.settled(member, str(label.version), label.digest)
 
-    def _watch_staging(self, state: FleetState) -> None:
+    def _watch_staging(self, state: Fleet) -> None:
         if state.phase is Phase.STAGING and state.update is not None:
             self._staging.begin(state.update.serial)
         else:
@@ -235,7 +237,7 @@ class Coordinator:
     def on_started(self, started: Started) -> None:
         self.desk.started(started)
 
-    def on_finished(self, finish: Finish, before: FleetState) -> None:
+    def on_finished(self, finish: Finish, before: Fleet) -> None:
         """The event that ended the update may have removed a member: the receipt still names that member."""
         known = {(member.replica, member.incarnation): member for member in (*before.members, *self.state.members)}
         facts = finish.result.members
@@ -253,7 +255,7 @@ class Coordinator:
         self.desk.stop(failure)
         if failure.code == "taken_over":
             _log.error("stops: %s; %s", failure.message, failure.hint)
-            with contextlib.suppress(JournalFailed):  # the fleet is another's now; so the next life knows it
+            with contextlib.suppress(JournalError):  # the fleet is another's now; so the next life knows it
                 self._journal.put_taken_over()
         self._on_stop(failure)
 
@@ -282,8 +284,7 @@ class Coordinator:
         )
 
     def version(self) -> VersionState:
-        with self._machine.journaled():
-            since = self._journal.published_at()
+        since = self._journal.published_at()
         live, back = self.state.live, self.state.rollback_to
         return VersionState(
             version=self.live_version,
@@ -322,11 +323,11 @@ class Coordinator:
             allow_suspicious=list(self.settings.allow_suspicious),
         )
 
-    def fleet(self) -> FleetView:
+    def fleet(self) -> FleetState:
         state = self.state
         serial = state.update.serial if state.update is not None else 0
         running = next((each.id for each in self.desk.running if serial and each.serial == serial), None)
-        return FleetView(
+        return FleetState(
             fleet=self.settings.fleet,
             identity=self.identity,
             hold=failure_body(state.hold) if state.hold is not None else None,
@@ -375,8 +376,7 @@ class Coordinator:
             raise self.desk.error(Failure("wrong_phase", "this coordinator has a fleet already", hint=hint))
         self._adopting = True
         try:
-            with self._machine.journaled():
-                await self._adopt(members)
+            await self._adopt(members)
         finally:
             self._adopting = False
 
@@ -385,7 +385,7 @@ class Coordinator:
         named = dict(members)
         known = []
         for replica, participant in {name: self.joins.reach(name, url) for name, url in named.items()}.items():
-            contact = Contact(participant)
+            contact = MemberHandle(participant)
             self._directory.put(replica, contact)
             known.append(await self.joins.named(replica, named[replica], contact))
         found = await self._recovery.adopt(known)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Protocol
 
 from updater.coordinator.clock import OrderedClock, Timer
-from updater.coordinator.journal.journal import Journal, JournalFailed
+from updater.coordinator.journal.journal import Journal, JournalError
 from updater.coordinator.outbox import Outbox
 from updater.core.errors import Failure
 from updater.core.fleet import events as ev
@@ -34,21 +33,21 @@ from updater.core.fleet.effects import (
     Stop,
 )
 from updater.core.fleet.machine import step
-from updater.core.fleet.state import FleetState
+from updater.core.fleet.state import Fleet
 
 _log = logging.getLogger("liveweights.coordinator")
 
 
 class Owner(Protocol):
-    """What the loop tells the coordinator, inside a step. May raise JournalFailed, nothing else."""
+    """What the loop tells the coordinator, inside a step. May raise JournalError, nothing else."""
 
-    def on_moved(self, before: FleetState, after: FleetState) -> None: ...
+    def on_moved(self, before: Fleet, after: Fleet) -> None: ...
 
     def on_event(self, event: ev.Event) -> None: ...
 
     def on_started(self, started: Started) -> None: ...
 
-    def on_finished(self, finish: Finish, before: FleetState) -> None: ...
+    def on_finished(self, finish: Finish, before: Fleet) -> None: ...
 
     def on_admitted(self, replica: str) -> None: ...
 
@@ -67,14 +66,15 @@ class Machine:
         self._deadline: Timer | None = None
         self._backoff: Timer | None = None
         self.stopped: Failure | None = None
-        self.state = FleetState(fleet="", epoch=0)
+        self.state = Fleet(fleet="", epoch=0)
 
     def attach(self, outbox: Outbox) -> None:
         self._outbox = outbox
 
-    def begin(self, state: FleetState, effects: tuple[Effect, ...]) -> None:
+    def begin(self, state: Fleet, effects: tuple[Effect, ...]) -> None:
         """Start from what recovery found."""
         before, self.state = self.state, state
+        self._journal.on_error = self._journal_failed
         self._owner.on_moved(before, state)
         self._perform_all(effects)
         self._work()
@@ -97,14 +97,10 @@ class Machine:
             return Denied((self.stopped or Failure("internal", f"{type(event).__name__} was not answered"),))
         return answer
 
-    @contextmanager
-    def journaled(self) -> Iterator[None]:
-        """For the journal's users outside a step: an error stops the machine before it travels on."""
-        try:
-            yield
-        except JournalFailed as error:
+    def _journal_failed(self, error: JournalError) -> None:
+        """Outside a step the machine stops before the error travels on; inside one the step sees the error itself."""
+        if not self._running:
             self.feed(ev.JournalFailed(error.failures[0]))
-            raise
 
     def _work(self) -> None:
         if self._running:
@@ -127,7 +123,7 @@ class Machine:
             return
         self._perform_all(effects, before)
 
-    def _perform_all(self, effects: tuple[Effect, ...], before: FleetState | None = None) -> None:
+    def _perform_all(self, effects: tuple[Effect, ...], before: Fleet | None = None) -> None:
         """In order. After a failed journal nothing that was asked for beyond it may happen (I8).
 
         `before`: the state that the step began in; the owner hears of the move first.
@@ -140,14 +136,14 @@ class Machine:
                 self._perform(effect, before or self.state)
                 if self.stopped is not None:
                     return
-        except JournalFailed as error:
+        except JournalError as error:
             _log.error("%s", error)
             self._queue.clear()
             self._queue.append(ev.JournalFailed(error.failures[0]))
         finally:
             self._running = was_running
 
-    def _perform(self, effect: Effect, before: FleetState) -> None:
+    def _perform(self, effect: Effect, before: Fleet) -> None:
         match effect:
             case Send():
                 if self._outbox is not None:
@@ -207,5 +203,5 @@ def _feeder(feed: Callable[[ev.Event], None], event: ev.Event) -> Callable[[], N
     return lambda: feed(event)
 
 
-def _moved(before: FleetState, after: FleetState) -> bool:
+def _moved(before: Fleet, after: Fleet) -> bool:
     return (after.phase, after.hold) != (before.phase, before.hold) or after.update is not before.update

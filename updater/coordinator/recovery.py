@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from updater.coordinator.clock import Clock
-from updater.coordinator.journal.journal import Journal, Member, Request
-from updater.coordinator.members.directory import Contact, Directory
+from updater.coordinator.journal.journal import Journal, KnownReplica, RequestRow
+from updater.coordinator.members.directory import MemberDirectory, MemberHandle
 from updater.coordinator.members.participants import ParticipantFactory, Refusal, Unreachable
 from updater.core.errors import Failure, Rejected
 from updater.core.fleet import lineage, recovery
 from updater.core.fleet import recovery as adopting
 from updater.core.fleet.effects import Effect, Outcome, Record, RecordKind, Result
-from updater.core.fleet.state import FleetState
+from updater.core.fleet.state import Fleet
 from updater.core.participant import Fence, FenceRequest, FrontStatus, Kind
 from updater.core.release import mismatch
 from updater.settings import Settings
@@ -27,22 +27,22 @@ _log = logging.getLogger("liveweights.coordinator")
 class Ended:
     """A request whose receipt was never written although its end is known. `record`: the last one of it, if any."""
 
-    request: Request
+    request: RequestRow
     outcome: Outcome
     record: Record | None
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RecoveredFleet:
     """`going_on`: requests whose update continues."""
 
-    state: FleetState
+    state: Fleet
     effects: tuple[Effect, ...] = ()
-    going_on: tuple[Request, ...] = ()
+    going_on: tuple[RequestRow, ...] = ()
     ended: tuple[Ended, ...] = ()
 
 
-class Recovery:
+class FleetRecovery:
     """One recovery, tried again while it leads no member. Raises JournalFailed, OwnershipLost if another one takes the
     fleet over meanwhile.
     """
@@ -50,7 +50,7 @@ class Recovery:
     def __init__(
         self,
         journal: Journal,
-        directory: Directory,
+        directory: MemberDirectory,
         make: ParticipantFactory,
         settings: Settings,
         clock: Clock,
@@ -60,28 +60,28 @@ class Recovery:
         self._settings, self._clock, self._owner = settings, clock, owner
         self._older = False
 
-    async def run(self) -> Found:
+    async def run(self) -> RecoveredFleet:
         """Recover from the journal and from what the members report."""
         # Claimed first: the coordinator before appends nothing after what is read here.
         epoch = self._journal.claim(self._owner)
         return await self._find(epoch - 1)
 
-    async def again(self) -> Found:
+    async def again(self) -> RecoveredFleet:
         """Try again where no member could be led: its members may report another state by now."""
         return await self._find(self._journal.epoch())
 
-    async def _find(self, known_epoch: int) -> Found:
+    async def _find(self, known_epoch: int) -> RecoveredFleet:
         records, members = self._journal.records(), self._journal.members()
         for member in members:
             if self._directory.get(member.replica) is None:
-                self._directory.put(member.replica, Contact(self._make(member.replica, member.url)))
+                self._directory.put(member.replica, MemberHandle(self._make(member.replica, member.url)))
         patient = bool(records) and records[-1].kind is RecordKind.DECIDED
         reports = await self._ask(members, patient)
         fleet, journal = self._journal.identity(), self._known(known_epoch, records, members)
         survey = lineage.survey(fleet, journal, reports)
         self._older |= survey.older
         if survey.hold is not None:
-            return Found(lineage.nobody_led(fleet, journal, survey))
+            return RecoveredFleet(lineage.nobody_led(fleet, journal, survey))
         if survey.epoch > self._journal.epoch():
             self._journal.claim(self._owner, survey.epoch - 1)
         if records:  # without one nothing was ever said to anybody
@@ -96,9 +96,9 @@ class Recovery:
             new_fleet=self._settings.new_fleet,
         )
         going_on, ended = self._sort(found.state, records)
-        return Found(found.state, found.effects, going_on, ended)
+        return RecoveredFleet(found.state, found.effects, going_on, ended)
 
-    async def adopt(self, members: Sequence[Member]) -> Found:
+    async def adopt(self, members: Sequence[KnownReplica]) -> RecoveredFleet:
         """Take over fronts with history that an operator named. They are in the directory already. Answers once every
         one that can be reached has acknowledged the new epoch. Raises LiveweightsError where they may not be adopted.
         """
@@ -117,14 +117,14 @@ class Recovery:
             raise Rejected(Failure("unreachable", "no front has acknowledged the new epoch", hint="adopt again"))
         found = adopting.adopt(adoption, journal, reports, owner=self._owner)
         self._journal.adopt(adoption.fleet)
-        return Found(found.state, found.effects)
+        return RecoveredFleet(found.state, found.effects)
 
-    def _known(self, epoch: int, records: tuple[Record, ...], members: Sequence[Member]) -> lineage.Journal:
+    def _known(self, epoch: int, records: tuple[Record, ...], members: Sequence[KnownReplica]) -> lineage.KnownJournal:
         known = tuple(lineage.KnownMember(m.replica, m.incarnation, m.url, m.config_hash) for m in members)
         gone, serial = self._journal.gone(), self._journal.last_serial()
-        return lineage.Journal(records, known, epoch, serial, gone, self._journal.taken_over())
+        return lineage.KnownJournal(records, known, epoch, serial, gone, self._journal.taken_over())
 
-    async def _ask(self, members: Sequence[Member], patient: bool) -> dict[str, FrontStatus | None]:
+    async def _ask(self, members: Sequence[KnownReplica], patient: bool) -> dict[str, FrontStatus | None]:
         """The status of every member. `patient`: a silent member would turn an update back, so it is asked again."""
         deadlines = self._settings.deadlines
         reports: dict[str, FrontStatus | None] = {member.replica: None for member in members}
@@ -138,7 +138,7 @@ class Recovery:
         return reports
 
     async def lead(
-        self, fleet: str, epoch: int, members: Sequence[Member], reports: dict[str, FrontStatus | None]
+        self, fleet: str, epoch: int, members: Sequence[KnownReplica], reports: dict[str, FrontStatus | None]
     ) -> dict[str, FrontStatus | None]:
         """The first word of this life to every member that answered; what they answer to that is what counts."""
         known = {member.replica: member.incarnation for member in members}
@@ -173,7 +173,7 @@ class Recovery:
                 return None
         return None
 
-    def _sort(self, state: FleetState, records: tuple[Record, ...]) -> tuple[tuple[Request, ...], tuple[Ended, ...]]:
+    def _sort(self, state: Fleet, records: tuple[Record, ...]) -> tuple[tuple[RequestRow, ...], tuple[Ended, ...]]:
         """Of the requests without a receipt: which go on, and how the others ended. An older journal cannot say."""
         if state.hold is not None and state.hold.code == "behind":
             return (), ()
@@ -192,7 +192,7 @@ class Recovery:
         return tuple(going_on), tuple(ended)
 
 
-def result_of(ended: Ended, state: FleetState) -> Result:
+def result_of(ended: Ended, state: Fleet) -> Result:
     """How an update ended that a former coordinator did not live to tell. Presumed abort: of what nothing was
     recorded, nothing happened."""
     record, committed = ended.record, ended.outcome is Outcome.COMMITTED

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from updater.coordinator.journal.journal import canonical
-from updater.coordinator.sources import UNSEEN, Seen, changed, seen
+from updater.coordinator.sources import UNSEEN, SourceSeen, changed, seen
 from updater.core.errors import Rejected, refuse
 from updater.core.fleet.begin import wanted_version
 from updater.core.fleet.events import Begin
-from updater.core.fleet.state import FleetState
+from updater.core.fleet.state import Fleet
 from updater.core.participant import STREAMS, DiskOffer, Kind, Offer, StreamOffer
 from updater.core.policy import OnBusy, Policy, conflict
 from updater.core.version import START, Version
@@ -30,7 +30,7 @@ class Before:
 
     body_hash: str
     receipt: Receipt | None = None
-    source: Seen = UNSEEN
+    source: SourceSeen = UNSEEN
 
 
 #: What the policy of a rollback may say: how it pauses and commits. The rest is about tensors that come in.
@@ -42,7 +42,7 @@ Known = Callable[[str], Before | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedRequest:
     """A checked request. `body`: canonical JSON that the hash is of; `lease_s`: None where the client named none.
 
     `source`: what it reads, as it looks now. Of a request that was made before neither this nor its offer is looked at:
@@ -53,17 +53,17 @@ class Asked:
     version: str
     body: str
     lease_s: float | None
-    source: Seen = UNSEEN
+    source: SourceSeen = UNSEEN
 
 
 def asked_update(
     request: UpdateRequest,
-    state: FleetState,
+    state: Fleet,
     roots: tuple[Path, ...],
     uploaded: Callable[[str], str | None],
     known: Known,
     extended: Callable[[Policy], Policy] = lambda policy: policy,
-) -> Asked:
+) -> ParsedRequest:
     """Raises Rejected. `uploaded`: text of a manifest by its digest. `extended`: a policy and what the fleet allows."""
     if request.adapter is not None:
         raise refuse("adapter_unsupported", "adapters cannot be published yet")
@@ -88,11 +88,11 @@ def asked_update(
         live = str(state.live.label.version) if state.live is not None else ""
         event = _named(event, version, known, live, lambda: _looks(request, roots))
     if known(event.update) is not None:
-        return Asked(event, version, body, request.lease_s)
+        return ParsedRequest(event, version, body, request.lease_s)
     offer = _offer(request, roots)
     source = seen(offer.path) if isinstance(offer, DiskOffer) else UNSEEN
     event = replace(event, offer=offer, manifest=_manifest(request.manifest, uploaded))
-    return Asked(event, version, body, request.lease_s, source)
+    return ParsedRequest(event, version, body, request.lease_s, source)
 
 
 def _check_dry_run(request: UpdateRequest, policy: Policy) -> None:
@@ -111,7 +111,7 @@ def _unused(name: str, known: Known) -> str:
     return found
 
 
-def _looks(request: UpdateRequest, roots: tuple[Path, ...]) -> Seen:
+def _looks(request: UpdateRequest, roots: tuple[Path, ...]) -> SourceSeen:
     """Of what the request names, now. Gone or out of reach: nothing is seen."""
     if request.transport != "disk":
         return UNSEEN
@@ -135,7 +135,7 @@ def _offer(request: UpdateRequest, roots: tuple[Path, ...]) -> Offer:
     return wire.build(StreamOffer, {"kind": kind, "address": source.address, "session": source.session})
 
 
-def asked_rollback(request: RollbackRequest, serial: int) -> Asked:
+def asked_rollback(request: RollbackRequest, serial: int) -> ParsedRequest:
     """Raises Rejected. Without an id of its own every call is another rollback: a repeat fails on `expected_live`."""
     usual = PolicyBody()
     foreign = sorted(
@@ -158,7 +158,7 @@ def asked_rollback(request: RollbackRequest, serial: int) -> Asked:
         expected=_label(request.expected_live, "expected_live"),
         policy=_policy(request.policy),
     )
-    return Asked(event, request.target, body, None)
+    return ParsedRequest(event, request.target, body, None)
 
 
 def _policy(body: PolicyBody) -> Policy:
@@ -214,7 +214,7 @@ def _hashed(kind: Kind, request: UpdateRequest | RollbackRequest) -> tuple[str, 
     return body, hashlib.sha256(body.encode()).hexdigest()
 
 
-def _named(event: Begin, label: str, known: Known, live: str, looks: Callable[[], Seen]) -> Begin:
+def _named(event: Begin, label: str, known: Known, live: str, looks: Callable[[], SourceSeen]) -> Begin:
     """The default id: `run-step`. It repeats what runs, or what was committed and is live by the same body and from a
     source that was not seen to change. Otherwise the next free of `run-step.2`, ...: after a try that failed the
     version may be published yet; after a rollback it may not, and the machine says so, where the old receipt would

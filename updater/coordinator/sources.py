@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from updater.core.fleet.state import FleetState
+from updater.core.fleet.state import Fleet
 from updater.core.participant import DiskOffer
 from updater.protocol.manifest import FILE_NAME, INDEX_SUFFIX
 
@@ -35,7 +35,7 @@ _MANIFEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SourceSeen:
     """`files`: (name, bytes, time of change in ns), sorted; empty where nothing could be seen. `manifest`: SHA-256 hex
     of the manifest beside them, or empty: it may be written again, with the same words.
     """
@@ -44,20 +44,20 @@ class Seen:
     manifest: str = ""
 
 
-UNSEEN = Seen()
+UNSEEN = SourceSeen()
 
 
-def seen(path: str) -> Seen:
+def seen(path: str) -> SourceSeen:
     """Of a file or a folder. Reads no tensor. Nothing seen: it is gone, or cannot be looked at."""
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     try:
         names = _names(path)
-        return Seen(tuple(sorted(_looks(folder, name) for name in names)), _manifest(folder))
+        return SourceSeen(tuple(sorted(_looks(folder, name) for name in names)), _manifest(folder))
     except (OSError, ValueError):
         return UNSEEN
 
 
-def changed(was: Seen, now: Seen) -> str:
+def changed(was: SourceSeen, now: SourceSeen) -> str:
     """A file in which the two differ, or empty. What is gone, or was never recorded, counts as the same: a retry whose
     folder was pruned meanwhile has to get its receipt."""
     if not was.files or not now.files:
@@ -103,7 +103,7 @@ def _manifest(folder: str) -> str:
         return ""
 
 
-def sources_needed(state: FleetState) -> list[str]:
+def sources_needed(state: Fleet) -> list[str]:
     """What a late joiner is caught up from, also after a rollback, and what the running and waiting updates read."""
     offers = [version.offer for version in (state.live, state.before) if version is not None]
     offers += [state.update.offer] if state.update is not None else []

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from updater.coordinator.clock import Clock, Timer
-from updater.coordinator.journal.journal import JournalFailed, Request
-from updater.coordinator.sources import UNSEEN, Seen
+from updater.coordinator.journal.journal import JournalError, RequestRow
+from updater.coordinator.sources import UNSEEN, SourceSeen
 from updater.core.errors import IN_RECEIPT, grouped, worth_a_retry
 from updater.core.fleet.effects import Outcome, Result
 from updater.core.fleet.state import Phase, Transaction
@@ -35,7 +35,7 @@ WATCH_LIMIT = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class VoteSummary:
     """`observed`: content digest per member. `phases_ms`: of the phases up to the vote. `source`: what was read, as it
     looked before it was planned. Empty: nothing was settled.
     """
@@ -48,7 +48,7 @@ class Facts:
     observed: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     phases_ms: dict[str, float] = field(default_factory=dict)
-    source: Seen = UNSEEN
+    source: SourceSeen = UNSEEN
     compared: Compared = NOT_COMPARED
 
 
@@ -57,11 +57,11 @@ def facts_of(
     plans: Mapping[str, PlanReply],
     observed: Mapping[str, str],
     phases_ms: Mapping[str, float],
-    source: Seen,
-) -> Facts:
+    source: SourceSeen,
+) -> VoteSummary:
     """Of an update that all members have voted for."""
     replies = plans.values()
-    return Facts(
+    return VoteSummary(
         proof=update.proof,
         bytes_read=update.bytes_read,
         tensors=max((plan.tensors for plan in replies), default=0),
@@ -88,7 +88,7 @@ _PARTS = {
 
 
 @dataclass(slots=True)
-class Timeline:
+class PhaseTimer:
     """Seconds per phase. A phase that is entered again (a later attempt) adds up."""
 
     started: float
@@ -169,7 +169,7 @@ class Update:
     kind: Kind
     version: str
     created: float  # wall clock
-    timeline: Timeline
+    timeline: PhaseTimer
     serial: int = 0
     attempt: int = 0
     phase: str = "queued"
@@ -178,10 +178,10 @@ class Update:
     receipt: Receipt | None = None
     plans: dict[str, PlanReply] = field(default_factory=dict)
     observed: dict[str, str] = field(default_factory=dict)
-    facts: Facts = field(default_factory=Facts)
+    facts: VoteSummary = field(default_factory=VoteSummary)
     restarted: bool = False
     manifests: set[str] = field(default_factory=set)
-    source: Seen = UNSEEN
+    source: SourceSeen = UNSEEN
     done: asyncio.Event = field(default_factory=asyncio.Event)
     watchers: set[asyncio.Queue[tuple[str, dict[str, Any]] | None]] = field(default_factory=set)
 
@@ -314,22 +314,22 @@ def shortened(receipt: str) -> str:
     return whole.model_copy(update=less).model_dump_json()
 
 
-def request_of(update: Update) -> Request:
+def request_of(update: Update) -> RequestRow:
     """What the journal keeps of an update from its beginning on."""
-    return Request(update.id, update.serial, update.kind.value, update.body_hash, update.body, update.created, None)
+    return RequestRow(update.id, update.serial, update.kind.value, update.body_hash, update.body, update.created, None)
 
 
-def settled(request: Request) -> Facts:
-    """The journaled facts of an update. Raises JournalFailed if they cannot be read."""
+def settled(request: RequestRow) -> VoteSummary:
+    """The journaled facts of an update. Raises JournalError if they cannot be read."""
     if request.facts is None:
-        return Facts()
+        return VoteSummary()
     try:
-        return wire.decode(Facts, request.facts)
+        return wire.decode(VoteSummary, request.facts)
     except wire.WireError as error:
-        raise JournalFailed(f"what was settled of {request.id!r} cannot be read: {error}") from None
+        raise JournalError(f"what was settled of {request.id!r} cannot be read: {error}") from None
 
 
-def ended_update(request: Request, receipt: Receipt) -> Update:
+def ended_update(request: RequestRow, receipt: Receipt) -> Update:
     """An update of the past, as its receipt tells it."""
     update = past_update(request)
     update.version, update.attempt = receipt.version, receipt.attempts
@@ -337,6 +337,6 @@ def ended_update(request: Request, receipt: Receipt) -> Update:
     return update
 
 
-def past_update(request: Request, now: float = 0.0) -> Update:
-    kind, created, timeline = Kind(request.kind), request.created, Timeline(now)
+def past_update(request: RequestRow, now: float = 0.0) -> Update:
+    kind, created, timeline = Kind(request.kind), request.created, PhaseTimer(now)
     return Update(request.id, request.body_hash, request.body, kind, "", created, timeline, serial=request.serial)

@@ -25,7 +25,7 @@ class Expected(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ClientReply:
     """One finished stream. `spans`: (version, start, end) over the token indexes, half-open."""
 
     replica: str
@@ -45,7 +45,7 @@ class Load:
     prompts: Sequence[Sequence[int]]
     max_tokens: int
     clients_per_replica: int = 3
-    replies: list[Reply] = field(default_factory=list)
+    replies: list[ClientReply] = field(default_factory=list)
     turned_away: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -107,7 +107,7 @@ class Load:
         cached = int(usage.get("prompt_tokens_details", {}).get("cached_tokens", 0))
         reason = str(last["choices"][0]["finish_reason"])
         async with self._changed:
-            self.replies.append(Reply(replica, prompt, tokens, told["version"], spans, reason, cached))
+            self.replies.append(ClientReply(replica, prompt, tokens, told["version"], spans, reason, cached))
             self._changed.notify_all()
 
 
@@ -131,7 +131,7 @@ class Verdict:
 
 
 def judge(
-    replies: Sequence[Reply], expected: Mapping[str, Sequence[Expected]], *, margin: float, max_tokens: int
+    replies: Sequence[ClientReply], expected: Mapping[str, Sequence[Expected]], *, margin: float, max_tokens: int
 ) -> Verdict:
     """Compare every reply with plain generation on the checkpoint of the version that it claims.
 
@@ -148,7 +148,9 @@ def judge(
     return Verdict(len(replies), tuple(mixed), compared, left_out)
 
 
-def _fault(reply: Reply, expected: Mapping[str, Sequence[Expected]], margin: float, max_tokens: int) -> tuple[str, int]:
+def _fault(
+    reply: ClientReply, expected: Mapping[str, Sequence[Expected]], margin: float, max_tokens: int
+) -> tuple[str, int]:
     """What is wrong with a reply, or nothing; and how many of its steps were compared."""
     if reply.version not in expected:
         return "claims a version that was never published", 0

@@ -19,7 +19,7 @@ from updater.cli import views
 from updater.core.errors import LiveweightsError
 from updater.demo.clients import Load, Verdict, judge
 from updater.demo.processes import Child, Children, ProcessFailed, free_port
-from updater.demo.report import Row, report_of, table
+from updater.demo.report import ReportRow, report_of, table
 from updater.protocol.answers import Receipt
 
 VERSIONS = 6  # five published one after the other, and one more that is first pushed broken, then repaired
@@ -34,14 +34,14 @@ _ENDINGS = ("the brig", "the sloop at dawn", "nothing today")
 
 
 @dataclass(slots=True)
-class Story:
+class DemoRun:
     """What the acts share."""
 
     folder: Path
     checkpoints: tuple[Path, ...]  # what the engines start on, then one per version
     url: str
     load: Load
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ReportRow] = field(default_factory=list)
 
     @property
     def pushed(self) -> Path:
@@ -63,7 +63,7 @@ def run(report: Path, *, keep: bool = False) -> bool:
         say("starting a coordinator, a replica over two ranks and a replica over one")
         coordinator, replicas = _start(children, folder, checkpoints[0])
         urls = {child.name: child.url for child in replicas}
-        story = Story(folder, checkpoints, coordinator.url, Load(urls, prompts, MAX_TOKENS))
+        story = DemoRun(folder, checkpoints, coordinator.url, Load(urls, prompts, MAX_TOKENS))
         asyncio.run(_play(story))
         verdict = judge(story.load.replies, expected, margin=MARGIN, max_tokens=MAX_TOKENS)
     except (ProcessFailed, TimeoutError, LiveweightsError, ExceptionGroup) as error:
@@ -130,7 +130,7 @@ def _start(children: Children, folder: Path, model: Path) -> tuple[Child, list[C
 # --- the play ------------------------------------------------------------------------------------------------------
 
 
-async def _play(story: Story) -> None:
+async def _play(story: DemoRun) -> None:
     clients = asyncio.create_task(story.load.run())
     try:
         await story.load.wait_for("start", REPLIES_EACH)
@@ -141,7 +141,7 @@ async def _play(story: Story) -> None:
         await clients
 
 
-async def _publish_five(story: Story) -> None:
+async def _publish_five(story: DemoRun) -> None:
     """The first as curl would, by the path of a bare folder; the others from a state dict, with digests."""
     body = {"id": "first", "version": 1, "path": str(story.checkpoints[1])}
     await _act(story, "bare folder, drain", "0-1", lambda: _post(story, body), "committed")
@@ -150,7 +150,7 @@ async def _publish_five(story: Story) -> None:
     await _act(story, "state dict, abort", "0-5", _pusher(story, 5, {"in_flight": "abort"}), "committed")
 
 
-async def _offer_broken_ones(story: Story) -> None:
+async def _offer_broken_ones(story: DemoRun) -> None:
     whole = story.checkpoints[6]
     for what, spoil, code in (
         ("truncated", truncate, "file_truncated"),
@@ -164,27 +164,27 @@ async def _offer_broken_ones(story: Story) -> None:
         await _act(story, what, "0-6", _poster(story, body), outcome, code=code, live="0-5")
 
 
-async def _ask_again(story: Story) -> None:
+async def _ask_again(story: DemoRun) -> None:
     first = next(row.receipt for row in story.rows if row.version == "0-1")
     body = {"id": "first", "version": 1, "path": str(story.checkpoints[1])}
     again = await _post(story, body)
     same = again == first and (await _live(story)) == "0-5"
-    story.rows.append(Row("the first request again", "0-1", "same receipt" if same else "ANOTHER EFFECT", same))
+    story.rows.append(ReportRow("the first request again", "0-1", "same receipt" if same else "ANOTHER EFFECT", same))
     stale = {"version": 3, "path": str(story.checkpoints[3])}
     await _act(story, "a stale version", "0-3", _poster(story, stale), "rejected", code="stale_version", live="0-5")
 
 
-async def _repair(story: Story) -> None:
+async def _repair(story: DemoRun) -> None:
     """What was refused left its version free: the repaired weights may have it."""
     await _act(story, "state dict, repaired", "0-6", _pusher(story, 6, {}), "committed")
 
 
-async def _go_back(story: Story) -> None:
+async def _go_back(story: DemoRun) -> None:
     await _act(story, "rollback", "0-5", lambda: _rollback(story), "committed")
 
 
 async def _act(
-    story: Story,
+    story: DemoRun,
     what: str,
     version: str,
     call: Callable[[], Awaitable[Receipt]],
@@ -208,7 +208,7 @@ async def _act(
     now = await _live(story)
     quiet = receipt is None or receipt.pause is None
     expected = ended == outcome and found == code and now == (live or version) and (quiet or ended == "committed")
-    story.rows.append(Row(what, version, ended, expected, found, receipt))
+    story.rows.append(ReportRow(what, version, ended, expected, found, receipt))
     say(f"{what} {version}: {ended} {found}")
     await story.load.wait_for(now, REPLIES_EACH)
 
@@ -216,32 +216,32 @@ async def _act(
 # --- what a trainer says -------------------------------------------------------------------------------------------
 
 
-async def _post(story: Story, body: dict[str, Any]) -> Receipt:
+async def _post(story: DemoRun, body: dict[str, Any]) -> Receipt:
     from trainer_side import AsyncClient
 
     async with AsyncClient(story.url, "") as client:
         return await client.update(body)
 
 
-def _poster(story: Story, body: dict[str, Any]) -> Callable[[], Awaitable[Receipt]]:
+def _poster(story: DemoRun, body: dict[str, Any]) -> Callable[[], Awaitable[Receipt]]:
     return lambda: _post(story, body)
 
 
-async def _rollback(story: Story) -> Receipt:
+async def _rollback(story: DemoRun) -> Receipt:
     from trainer_side import AsyncClient
 
     async with AsyncClient(story.url, "") as client:
         return await client.rollback()
 
 
-async def _live(story: Story) -> str:
+async def _live(story: DemoRun) -> str:
     from trainer_side import AsyncClient
 
     async with AsyncClient(story.url, "") as client:
         return (await client.version()).version or ""
 
 
-def _pusher(story: Story, step: int, policy: dict[str, str]) -> Callable[[], Awaitable[Receipt]]:
+def _pusher(story: DemoRun, step: int, policy: dict[str, str]) -> Callable[[], Awaitable[Receipt]]:
     """`push(state_dict, version)` as a trainer calls it, in a thread so that the clients stream on."""
 
     def push() -> Receipt:
@@ -259,7 +259,7 @@ def _pusher(story: Story, step: int, policy: dict[str, str]) -> Callable[[], Awa
 # --- the end -------------------------------------------------------------------------------------------------------
 
 
-def _conclude(story: Story, verdict: Verdict, leftovers: Sequence[str], report: Path) -> bool:
+def _conclude(story: DemoRun, verdict: Verdict, leftovers: Sequence[str], report: Path) -> bool:
     load = story.load
     unexpected = [row.what for row in story.rows if not row.expected]
     views.out.print(table(story.rows))

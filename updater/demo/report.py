@@ -12,7 +12,7 @@ from updater.protocol.answers import Receipt
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     """One transaction as the table and the report show it. `expected`: whether it ended as the story says."""
 
     what: str
@@ -23,7 +23,7 @@ class Row:
     receipt: Receipt | None = None
 
 
-def table(rows: Sequence[Row]) -> Any:
+def table(rows: Sequence[ReportRow]) -> Any:
     columns = ("version", "what", "outcome", "code", "proof", "read", "stage ms", "verify ms", "pause ms", "share")
     lines = []
     for row in rows:
@@ -48,7 +48,7 @@ def table(rows: Sequence[Row]) -> Any:
     return views.table("updates", columns, lines, right="read,stage ms,verify ms,pause ms,share")
 
 
-def report_of(rows: Sequence[Row], load: Load, verdict: Verdict) -> dict[str, Any]:
+def report_of(rows: Sequence[ReportRow], load: Load, verdict: Verdict) -> dict[str, Any]:
     return {
         "replies": verdict.replies,
         "mixed": len(verdict.mixed),
@@ -59,7 +59,7 @@ def report_of(rows: Sequence[Row], load: Load, verdict: Verdict) -> dict[str, An
     }
 
 
-def _report_row(row: Row) -> dict[str, Any]:
+def _report_row(row: ReportRow) -> dict[str, Any]:
     one = row.receipt
     return {
         "version": row.version,

@@ -28,7 +28,7 @@ class RunStep(_Body):
     step: Annotated[int, Field(ge=0, le=MAX_STEP)]
 
 
-class Source(_Body):
+class SourceBody(_Body):
     """Where the bytes are. Kinds that are not there yet are refused with `transport_unsupported`.
 
     `disk`: `path`. `broadcast`, `shared_memory`, `cuda_ipc`: a sender listens at `address` (`host:port`, or the path
@@ -95,7 +95,7 @@ class UpdateRequest(_Body):
 
     version: int | Annotated[str, StringConstraints(max_length=40)] | RunStep | None = None
     path: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = None
-    source: Source | None = None
+    source: SourceBody | None = None
     id: Id | None = None
     base_version: Annotated[str, StringConstraints(max_length=40)] | None = None
     manifest: dict[str, Any] | Sha256 | None = None

@@ -1,6 +1,6 @@
 """An ASGI app called in its own process, and the thread that its event loop lives on.
 
-For faces that are not sockets: whatever carries a request hands it over as a `Call`, and the routes, schemas and
+For faces that are not sockets: whatever carries a request hands it over as a `LocalCall`, and the routes, schemas and
 problem documents are the ones that HTTP has.
 """
 
@@ -46,7 +46,7 @@ class LoopThread:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class LocalCall:
     """`target`: path and query as in a request line, percent-encoded. `token` opens the app's guard."""
 
     method: str
@@ -80,12 +80,12 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LocalAnswer:
     status: int
     body: bytes
 
 
-async def call(app: ASGIApp, request: Call) -> Answer:
+async def call(app: ASGIApp, request: LocalCall) -> LocalAnswer:
     """The whole answer. Cancelling it is the client going away."""
     status, parts = 500, []
     async with aclosing(stream(app, request)) as pieces:
@@ -94,10 +94,10 @@ async def call(app: ASGIApp, request: Call) -> Answer:
                 status = piece
             else:
                 parts.append(piece)
-    return Answer(status, b"".join(parts))
+    return LocalAnswer(status, b"".join(parts))
 
 
-async def stream(app: ASGIApp, request: Call) -> AsyncGenerator[int | bytes, None]:
+async def stream(app: ASGIApp, request: LocalCall) -> AsyncGenerator[int | bytes, None]:
     """The status, then the body as it is made. Leaving early is the client going away: the app is told and ended."""
     exchange = _Exchange(request.body)
     running = asyncio.ensure_future(app(request.scope(), exchange.receive, exchange.send))
@@ -137,7 +137,7 @@ class _Exchange:
         self.sent.put_nowait(message)
 
 
-class Face:
+class LocalApp:
     """An app on a `LoopThread`, for callers on other event loops. `token` opens the app: its callers may do all."""
 
     def __init__(self, app: ASGIApp, loop: LoopThread, token: str = "") -> None:
@@ -162,8 +162,8 @@ class Face:
         finally:
             self._loop.submit(pieces.aclose())
 
-    def _call(self, method: str, target: str, text: str) -> Call:
-        return Call(method, target, text.encode(), self._token)
+    def _call(self, method: str, target: str, text: str) -> LocalCall:
+        return LocalCall(method, target, text.encode(), self._token)
 
 
 async def _next(pieces: AsyncGenerator[int | bytes, None]) -> int | bytes | None:

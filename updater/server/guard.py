@@ -156,13 +156,13 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
 
     def _has_room(self, scope: Scope) -> bool:
-        connection: Connection | None = scope.get(CONNECTION)
+        connection: AdmittingConnection | None = scope.get(CONNECTION)
         if connection is None or scope["path"] in OPEN_PATHS:
             return True
         return connection.admit(scope["path"], fleet=self._access.of_fleet(scope["path"], scope["headers"]))
 
 
-class Connection(Protocol):
+class AdmittingConnection(Protocol):
     """What a server may put into the scope of a request under `CONNECTION`: see `updater.server.connections`."""
 
     def admit(self, path: str, *, fleet: bool) -> bool:

@@ -6,6 +6,6 @@ coordinator on a loopback port. Nothing in production imports this package.
 
 from updater.testing.replica import SimulatedReplica
 from updater.testing.simulation import Simulation
-from updater.testing.values import Action, Machines, Source, Violation
+from updater.testing.values import Action, Machines, SimulatedSource, Violation
 
-__all__ = ["Action", "Machines", "SimulatedReplica", "Simulation", "Source", "Violation"]
+__all__ = ["Action", "Machines", "SimulatedReplica", "SimulatedSource", "Simulation", "Violation"]

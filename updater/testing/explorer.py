@@ -11,7 +11,7 @@ from updater.core.participant import FrontState
 from updater.core.policy import CachePolicy, CommitMode, InFlight, OnBusy, Policy
 from updater.core.version import Version
 from updater.testing.simulation import Simulation
-from updater.testing.values import Action, Disk, Machines, Source, Violation
+from updater.testing.values import Action, Disk, Machines, SimulatedSource, Violation
 
 FAULTS = ("plan", "stage", "verify", "pause", "install", "invalidate", "restore", "resume", "discard", "join")
 
@@ -272,4 +272,4 @@ class Explorer:
             self.sim.perform(Action("die", (name,)))
         elif self.sim.sources and self.random.random() < 0.3:
             path = self.random.choice(sorted(self.sim.sources))
-            self.sim.sources[path] = Source("changed")
+            self.sim.sources[path] = SimulatedSource("changed")

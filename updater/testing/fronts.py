@@ -240,7 +240,7 @@ def _reply(verb: str, fence: Fence, plan: PlanRequest | None) -> Any:
     return replies.get(verb)
 
 
-class Fleet:
+class SimulatedFleet:
     """Simulated fronts by URL, and the factory that a coordinator reaches them through."""
 
     def __init__(self, clock: Clock) -> None:

@@ -28,7 +28,7 @@ from updater.core.replica.state import Asked, AuditFailed, LeaseTimer, RankDied,
 from updater.core.replica.table import SERVING, SHUT_UNINSTALLED
 from updater.testing.promises import Watched
 from updater.testing.shell import short
-from updater.testing.values import Action, Disk, Source, Violation
+from updater.testing.values import Action, Disk, SimulatedSource, Violation
 
 
 class Happenings(Watched):
@@ -55,7 +55,7 @@ class Happenings(Watched):
     ) -> Effect:
         """Ask for step `step` of the current run, from a path that holds `content`, or from a sender of it."""
         path = f"/{update}"
-        self.sources[path] = Source(content or f"bytes-{update}")
+        self.sources[path] = SimulatedSource(content or f"bytes-{update}")
         offer = StreamOffer("broadcast", path, "s") if stream else DiskOffer(path)
         return self.ask(events.Begin(update, update, step=step, offer=offer, manifest=manifest, **rest))
 

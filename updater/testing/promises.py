@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from updater.core.fleet.state import FleetState, Phase, Standing
+from updater.core.fleet.state import Fleet, Phase, Standing
 from updater.core.participant import DiskOffer, FrontState, SpareState
 from updater.testing.shell import Shell
 from updater.testing.values import Violation
@@ -26,7 +26,7 @@ class Watched(Shell):
         if self.state is not None:
             self._check_coordinator(self.state)
 
-    def _check_coordinator(self, state: FleetState) -> None:
+    def _check_coordinator(self, state: Fleet) -> None:
         last = self.published
         if (
             not state.hold
@@ -60,7 +60,7 @@ class Watched(Shell):
             if member.standing is Standing.JOINING and self._could_serve(state):
                 raise Violation("I9", f"{member.replica} is not brought to the live version")
 
-    def _could_serve(self, state: FleetState) -> bool:
+    def _could_serve(self, state: Fleet) -> bool:
         """Whether a joiner can be caught up at all: the source is known, still there and unchanged."""
         live = state.live
         if live is None or not isinstance(live.offer, DiskOffer):

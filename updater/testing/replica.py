@@ -42,7 +42,7 @@ from updater.core.replica.state import (
     Step,
     Work,
 )
-from updater.testing.values import Job, Rank, Request, Source, Token, Violation, source_of
+from updater.testing.values import Job, Rank, Request, SimulatedSource, Token, Violation, source_of
 
 ReplicaStep = Callable[[ReplicaState, ReplicaEvent, float], Step]
 STAGING_WORK = frozenset({"plan", "stage", "verify", "discard"})
@@ -60,7 +60,7 @@ class SimulatedReplica:
         self,
         name: str,
         incarnation: str,
-        sources: Mapping[str, Source],
+        sources: Mapping[str, SimulatedSource],
         answer: Callable[[str, Fence, Any], None],
         *,
         ranks: int = 2,

@@ -17,7 +17,7 @@ from updater.core.errors import Failure
 from updater.server.routes import create_app
 from updater.server.security import Tokens
 from updater.settings import Deadlines, Settings
-from updater.testing.fronts import Fleet, ManualClock, SimulatedFront, settle
+from updater.testing.fronts import ManualClock, SimulatedFleet, SimulatedFront, settle
 
 #: Real time may pass while a test's clock stands still, so these are short.
 DEADLINES = Deadlines(shutdown_s=1.0, status_s=1.0)
@@ -33,7 +33,7 @@ class LocalService:
         self,
         folder: Path,
         *,
-        fleet: Fleet | None = None,
+        fleet: SimulatedFleet | None = None,
         clock: Clock | None = None,
         tokens: Tokens | None = None,
         deadlines: Deadlines = DEADLINES,
@@ -42,7 +42,7 @@ class LocalService:
         **settings: Any,
     ) -> None:
         self.clock = clock or ManualClock()
-        self.fleet = fleet or Fleet(self.clock)
+        self.fleet = fleet or SimulatedFleet(self.clock)
         self.root = folder / "checkpoints"
         self.root.mkdir(parents=True, exist_ok=True)
         self.settings = replace(

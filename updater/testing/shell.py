@@ -27,12 +27,12 @@ from updater.core.fleet.effects import (
     Started,
     Stop,
 )
-from updater.core.fleet.state import FleetState
+from updater.core.fleet.state import Fleet
 from updater.core.participant import Claimed, Fence, FenceRequest, FrontStatus, Kind
 from updater.core.replica.state import Asked
 from updater.core.replica.steps import OPERATOR
 from updater.testing.replica import SimulatedReplica
-from updater.testing.values import Disk, Machines, Packet, Parked, Source, Violation
+from updater.testing.values import Disk, Machines, Packet, Parked, SimulatedSource, Violation
 
 
 class Shell:
@@ -41,11 +41,11 @@ class Shell:
     def __init__(self, *, machines: Machines | None = None, ranks: int = 2) -> None:
         self.machines, self.rank_count = machines or Machines(), ranks
         self.now = 0.0
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, SimulatedSource] = {}
         self.replicas: dict[str, SimulatedReplica] = {}
         self.lives: dict[str, int] = {}
         self.disk = Disk(epoch=1)
-        self.state: FleetState | None = FleetState("fleet", 1, owner="c1")
+        self.state: Fleet | None = Fleet("fleet", 1, owner="c1")
         self.coordinators = 1
         self.truth: list[Record] = []  # everything that was ever made durable, also in journals that were lost
         self.removed: set[tuple[str, str]] = set()  # members that an operator removed, or that were replaced

@@ -8,7 +8,7 @@ from typing import Any
 from updater.core.fleet import events, lineage, recovery
 from updater.core.fleet import machine as fleet
 from updater.core.fleet.effects import Record, Send
-from updater.core.fleet.state import FleetState
+from updater.core.fleet.state import Fleet
 from updater.core.participant import DiskOffer, Offer
 from updater.core.replica import machine as replica
 from updater.core.replica.state import Work
@@ -64,7 +64,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SimulatedSource:
     """What lies at a path. `promised`: digest in the manifest beside it, empty where there is none."""
 
     content: str
@@ -126,10 +126,12 @@ class Disk:
     def copy(self) -> Disk:
         return replace(self, records=list(self.records), members=dict(self.members), gone=list(self.gone))
 
-    def known(self) -> lineage.Journal:
+    def known(self) -> lineage.KnownJournal:
         """What a new life of a coordinator reads."""
         members = tuple(self.members.values())
-        return lineage.Journal(tuple(self.records), members, self.epoch, self.serial, tuple(self.gone), self.taken_over)
+        return lineage.KnownJournal(
+            tuple(self.records), members, self.epoch, self.serial, tuple(self.gone), self.taken_over
+        )
 
     def remove(self, replica: str) -> None:
         member = self.members.pop(replica, None)
@@ -141,7 +143,7 @@ class Disk:
 class Parked:
     """A coordinator that stands still, with its journal."""
 
-    state: FleetState | None
+    state: Fleet | None
     disk: Disk
     outbox: dict[str, Send]
     deadline: events.Deadline | None

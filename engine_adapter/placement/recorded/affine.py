@@ -18,7 +18,7 @@ def constant_class(value: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AffinePart:
     """A box whose element at `i` holds coordinate `first + sum(i * stride)`.
 
     `source`: index of the source that the coordinates lie in, None for a constant or unwritten region (`first` is
@@ -32,7 +32,7 @@ class Part:
     stride: tuple[int, ...]
 
 
-def affine_parts(coordinates: torch.Tensor, bases: Sequence[int]) -> Iterator[Part]:
+def affine_parts(coordinates: torch.Tensor, bases: Sequence[int]) -> Iterator[AffinePart]:
     """Parts that tile `coordinates` (int64, any shape). Source `k` owns coordinates from `bases[k]` on, ascending."""
     if not coordinates.numel():
         return
@@ -42,7 +42,7 @@ def affine_parts(coordinates: torch.Tensor, bases: Sequence[int]) -> Iterator[Pa
     yield from _parts(coordinates, classes, (0,) * coordinates.dim(), 0)
 
 
-def _parts(values: torch.Tensor, classes: torch.Tensor, start: tuple[int, ...], dim: int) -> Iterator[Part]:
+def _parts(values: torch.Tensor, classes: torch.Tensor, start: tuple[int, ...], dim: int) -> Iterator[AffinePart]:
     if dim == values.dim():
         yield _part(values, classes, start)
         return
@@ -71,11 +71,11 @@ def _runs(values: torch.Tensor, classes: torch.Tensor, dim: int) -> Iterator[tup
     yield begin, length - begin
 
 
-def _part(values: torch.Tensor, classes: torch.Tensor, start: tuple[int, ...]) -> Part:
+def _part(values: torch.Tensor, classes: torch.Tensor, start: tuple[int, ...]) -> AffinePart:
     origin = (0,) * values.dim()
     first, kind = int(values[origin]), int(classes[origin])
     stride = tuple(
         int(values[tuple(int(d == dim) for d in range(values.dim()))]) - first if values.shape[dim] > 1 else 0
         for dim in range(values.dim())
     )
-    return Part(start, tuple(values.shape), None if kind < 0 else kind, first, stride)
+    return AffinePart(start, tuple(values.shape), None if kind < 0 else kind, first, stride)

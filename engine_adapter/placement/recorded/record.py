@@ -51,7 +51,7 @@ class Recording:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartCheckpoint:
     """The checkpoint that the engine started on, and its placement: what later ones are measured against."""
 
     specs: Mapping[str, TensorSpec]
@@ -76,7 +76,9 @@ def record(twin: Twin, specs: Mapping[str, TensorSpec]) -> Recording:
     return Recording(tuple(log.rows), (*log.unread, *rebound), frozenset(log.reached), error)
 
 
-def place(twin: Twin, specs: Mapping[str, TensorSpec], rank: int, size: int, start: Start | None = None) -> Placement:
+def place(
+    twin: Twin, specs: Mapping[str, TensorSpec], rank: int, size: int, start: StartCheckpoint | None = None
+) -> Placement:
     """Rows of this rank. Without `start`, `specs` are those of the checkpoint that the engine started on.
 
     Regions that the starting checkpoint left alone are carried over; with `start`, whatever else is left uncovered is
@@ -86,7 +88,9 @@ def place(twin: Twin, specs: Mapping[str, TensorSpec], rank: int, size: int, sta
 
 
 class _Placing:
-    def __init__(self, twin: Twin, specs: Mapping[str, TensorSpec], rank: int, size: int, start: Start | None) -> None:
+    def __init__(
+        self, twin: Twin, specs: Mapping[str, TensorSpec], rank: int, size: int, start: StartCheckpoint | None
+    ) -> None:
         self.twin, self.specs, self.rank, self.size, self.start = twin, specs, rank, size, start
         self.fine = dict(specs)  # what the loader does not choke on
         self.failures: list[Failure] = []

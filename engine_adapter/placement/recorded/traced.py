@@ -41,7 +41,7 @@ class Computed(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
+class CoordinateCode:
     """A bijection of coordinates to 62-bit numbers of one sign. `shift` makes two codes unrelated."""
 
     shift: int
@@ -68,7 +68,7 @@ class Code:
         return torch.where(mixed == held, back - self.shift, -1)
 
 
-CODES = (Code(0x2545F4914F6C, False), Code(0x369DEA0F31A5, True))
+CODES = (CoordinateCode(0x2545F4914F6C, False), CoordinateCode(0x369DEA0F31A5, True))
 
 
 def trace(
@@ -120,7 +120,7 @@ class _Trace:
             position += spec.numel
         return bases
 
-    def _load(self, marks: Code) -> dict[str, torch.Tensor]:
+    def _load(self, marks: CoordinateCode) -> dict[str, torch.Tensor]:
         """Global coordinates per target, or classes of what is none (`recorded_affine`)."""
         sources = {
             name: marks.encode(torch.arange(base, base + self.specs[name].numel)).reshape(self.specs[name].shape)
@@ -177,7 +177,7 @@ class _Trace:
             yield from (CopyRow(name, each.source, target, each.target, each.permute) for each in found)
 
 
-def _classified(marks: Code, values: torch.Tensor, total: int) -> torch.Tensor:
+def _classified(marks: CoordinateCode, values: torch.Tensor, total: int) -> torch.Tensor:
     """Raises Computed where an element is neither a coordinate nor blank nor a small whole constant."""
     found = marks.decode(values)
     is_coordinate = (found >= 0) & (found < total)

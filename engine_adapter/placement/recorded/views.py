@@ -71,7 +71,7 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ViewPiece:
     """One box of the source goes to one box of the target. `permute`: as in `CopyRow`."""
 
     source: Box
@@ -79,7 +79,7 @@ class Piece:
     permute: tuple[int, ...] | None
 
 
-def pieces_of(source_owner: Strided, source: Strided, target_owner: Strided, target: Strided) -> list[Piece]:
+def pieces_of(source_owner: Strided, source: Strided, target_owner: Strided, target: Strided) -> list[ViewPiece]:
     """The boxes of `target.copy_(source)`, in the order of the target; `source` may broadcast. Empty views: none.
 
     Raises NotBoxes where there are more than `LIMIT`.
@@ -91,7 +91,7 @@ def pieces_of(source_owner: Strided, source: Strided, target_owner: Strided, tar
     loops = [Loop(*sides) for sides in zip(target.size, steps, target.stride, strict=True)]
     if any(loop.count == 0 for loop in loops):
         return []
-    found: list[Piece] = []
+    found: list[ViewPiece] = []
     for piece in _split(source_owner, target_owner, _joined(loops), source.offset, target.offset):
         found.append(piece)
         if len(found) > LIMIT:
@@ -118,7 +118,7 @@ def _joined(loops: list[Loop]) -> list[Loop]:
     return result
 
 
-def _split(source: Strided, target: Strided, loops: list[Loop], read: int, write: int) -> Iterator[Piece]:
+def _split(source: Strided, target: Strided, loops: list[Loop], read: int, write: int) -> Iterator[ViewPiece]:
     """Refine until every loop runs along one dimension of both owners, in steps of one."""
     starts = source.coordinates(read), target.coordinates(write)
     dims: list[tuple[int, int]] = []
@@ -153,7 +153,7 @@ def _piece(
     starts: tuple[list[int], list[int]],
     loops: list[Loop],
     dims: list[tuple[int, int]],
-) -> Piece:
+) -> ViewPiece:
     read, write = [1] * len(source.size), [1] * len(target.size)
     for loop, (from_dim, to_dim) in zip(loops, dims, strict=True):
         if read[from_dim] > 1 or write[to_dim] > 1:
@@ -162,4 +162,4 @@ def _piece(
     order = [from_dim for from_dim, _ in sorted(dims, key=lambda pair: pair[1])]
     rest = [dim for dim in range(len(source.size)) if dim not in order]
     permute = None if order == sorted(order) else (*order, *rest)
-    return Piece(Box(tuple(starts[0]), tuple(read)), Box(tuple(starts[1]), tuple(write)), permute)
+    return ViewPiece(Box(tuple(starts[0]), tuple(read)), Box(tuple(starts[1]), tuple(write)), permute)

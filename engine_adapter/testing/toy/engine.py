@@ -34,10 +34,10 @@ from engine_adapter.testing.toy.cache import PrefixCache
 from engine_adapter.testing.toy.config import ToyConfig, ToyOptions
 from engine_adapter.testing.toy.faults import Faults
 from engine_adapter.testing.toy.gate import PauseGate
-from engine_adapter.testing.toy.model import Ranks, ToyModel
+from engine_adapter.testing.toy.model import ToyModel, ToyRanks
 from engine_adapter.testing.toy.pace import Pace
 from engine_adapter.testing.toy.placement import toy_placement
-from engine_adapter.testing.toy.scheduler import Scheduler
+from engine_adapter.testing.toy.scheduler import ToyScheduler
 from engine_adapter.testing.toy.slicer import expected_parameters
 from updater.core.errors import refuse
 from updater.core.policy import CachePolicy, Capabilities, InFlight
@@ -67,11 +67,11 @@ class ToyEngine:
         self.options = ToyOptions.parse(spec.options)
         self.config = ToyConfig.load(spec.model)
         weights = expected_parameters(spec.model, spec.rank, spec.size, self.options)
-        self._ranks = Ranks(spec.rank, spec.size, spec.rendezvous, self.options.collective_timeout_s)
+        self._ranks = ToyRanks(spec.rank, spec.size, spec.rendezvous, self.options.collective_timeout_s)
         self.model = ToyModel(self.config, self.options, self._ranks, weights)
         o = self.options
         self.cache = PrefixCache(o.tiers.split(","), o.blocks, o.block_size, o.namespaced)
-        self._scheduler = Scheduler(self.model, self.cache, o.max_running)
+        self._scheduler = ToyScheduler(self.model, self.cache, o.max_running)
         self._faults = Faults(o.fault, spec.rank)
         self._pace = Pace(o.pace if spec.rank == 0 else "")
         self._placements = 0

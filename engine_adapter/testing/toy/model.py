@@ -38,7 +38,7 @@ class ToyModel:
         self,
         config: ToyConfig,
         options: ToyOptions,
-        ranks: Ranks,
+        ranks: ToyRanks,
         parameters: dict[str, torch.Tensor],
     ) -> None:
         self.config, self.options, self.parameters = config, options, parameters
@@ -229,7 +229,7 @@ def _is_down(name: str) -> bool:
     return name.endswith(("down_proj.weight", "w2_weight"))
 
 
-class Ranks:
+class ToyRanks:
     """The collectives of one replica. With one rank nothing is started and every call is the identity."""
 
     def __init__(self, rank: int, size: int, rendezvous: str, timeout_s: float) -> None:

@@ -24,14 +24,14 @@ class NarrowMargin(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ToyReference:
     """A loaded checkpoint. Load once, generate often."""
 
     config: ToyConfig
     weights: dict[str, torch.Tensor]
 
     @classmethod
-    def load(cls, folder: str | Path) -> Reference:
+    def load(cls, folder: str | Path) -> ToyReference:
         return cls(ToyConfig.load(folder), load_tensors(folder))
 
     def generate(self, prompt: Sequence[int], tokens: int, *, stop: Sequence[int] = ()) -> tuple[int, ...]:
@@ -144,4 +144,4 @@ def reference_generate(
 
     Raises NarrowMargin where the comparison would not be safe.
     """
-    return Reference.load(folder).generate(prompt, tokens, stop=stop)
+    return ToyReference.load(folder).generate(prompt, tokens, stop=stop)

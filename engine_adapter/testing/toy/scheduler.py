@@ -31,7 +31,7 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
 
-class Scheduler:
+class ToyScheduler:
     """Holds every request of the replica. Not thread safe: it belongs to the loop."""
 
     def __init__(self, model: ToyModel, cache: PrefixCache, max_running: int) -> None:

@@ -12,11 +12,11 @@ import logging
 import time
 
 from engine_adapter.placement.suspicious import judge
-from engine_adapter.rank.messages import Hello, completed
+from engine_adapter.rank.messages import RankHello, completed
 from engine_adapter.replica.agreement import check_config
-from engine_adapter.replica.interfaces import Deadlines
+from engine_adapter.replica.interfaces import WorkDeadlines
 from engine_adapter.vllm.control import VllmControl
-from engine_adapter.vllm.reload.source import Content
+from engine_adapter.vllm.reload.source import CheckpointContent
 from engine_adapter.vllm.reload.staging import FrontStaging, Planned
 from engine_adapter.vllm.traffic.gate import VllmGate
 from updater.core.dtypes import Rules
@@ -73,7 +73,7 @@ class ReloadControl(VllmControl):
 
 
 class ReloadRanks:
-    """Implements `engine_adapter.replica.interfaces.Ranks`. Lives on one event loop; files are read beside it.
+    """Implements `engine_adapter.replica.interfaces.RankVerbs`. Lives on one event loop; files are read beside it.
 
     `model`: folder of the start checkpoint. `roots`: that sources may lie under. `hellos`: see `make_hellos`; their
     notes go into every receipt. `reload_s`: how long one reload may take.
@@ -85,20 +85,20 @@ class ReloadRanks:
         gate: VllmGate,
         model: str,
         roots: tuple[str, ...],
-        hellos: tuple[Hello, ...],
+        hellos: tuple[RankHello, ...],
         *,
         reload_s: float = 600.0,
-        deadlines: Deadlines | None = None,
+        deadlines: WorkDeadlines | None = None,
         knows_config: object = None,
     ) -> None:
         self._control, self._gate = control, gate
         self._model = model
         self._reload_s = reload_s
-        self._deadlines = deadlines or Deadlines()
+        self._deadlines = deadlines or WorkDeadlines()
         self.hellos = hellos
         self.dtypes: Rules = ()  # vLLM's own loaders decide
         self._files = FrontStaging(model, roots, hellos[0].info.device)
-        self._live: Content | None = None
+        self._live: CheckpointContent | None = None
         self._knows_config = knows_config
         self._in_doubt = ""  # since a reload began, until it is published: what became of it
 
@@ -193,7 +193,7 @@ class ReloadRanks:
             seconds=time.monotonic() - began,
         )
 
-    def _suspicious(self, serial: int, content: Content) -> tuple[tuple[Failure, ...], tuple[str, ...]]:
+    def _suspicious(self, serial: int, content: CheckpointContent) -> tuple[tuple[Failure, ...], tuple[str, ...]]:
         """As ranks judge it, over what the front read: (refusals, warnings)."""
         update = self._files.planned(serial)
         if self._live is None or update.request.kind is Kind.CATCH_UP:
@@ -291,7 +291,7 @@ class ReloadRanks:
 
     # --- in the place of a pool
 
-    async def start(self, deadline_s: float) -> tuple[Hello, ...]:
+    async def start(self, deadline_s: float) -> tuple[RankHello, ...]:
         """No worker attaches."""
         return self.hellos
 
@@ -299,8 +299,8 @@ class ReloadRanks:
         self._files.close()
 
 
-def make_hellos(size: int, device: str, model: ModelDocument, notes: tuple[str, ...]) -> tuple[Hello, ...]:
+def make_hellos(size: int, device: str, model: ModelDocument, notes: tuple[str, ...]) -> tuple[RankHello, ...]:
     """What ranks would say that do not speak with us: no process ids, no bytes. `notes`: why this mode."""
     can = capabilities(notes)
     name = config_hash(model)
-    return tuple(Hello(RankInfo(rank, 0, 0, 0, device), size, NAME, can, name, model) for rank in range(size))
+    return tuple(RankHello(RankInfo(rank, 0, 0, 0, device), size, NAME, can, name, model) for rank in range(size))

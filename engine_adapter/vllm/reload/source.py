@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from engine_adapter.placement.regions import pieces
-from engine_adapter.rank.plan import Stop
+from engine_adapter.rank.plan import CancelToken
 from transports.base import Box, Cancelled, Read
 from transports.digest import add, region_digest, to_hex
 from transports.disk.hashes import folder_hashes
@@ -34,7 +34,7 @@ _EXPERT = re.compile(r"\.experts\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ReloadStart:
     """The checkpoint that vLLM started on. `stored`: by name as stored. `tied`: its config says that head and embedding
     are one.
     """
@@ -44,7 +44,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class CheckpointContent:
     """`observed`: content digest, as all ranks of a staged replica together would observe it. `digests`: by tensor.
 
     `blank`: tensors without a normal number, of those that should have one.
@@ -55,13 +55,13 @@ class Content:
     blank: frozenset[str] = frozenset()
 
 
-def open_start(folder: str, roots: tuple[str, ...]) -> tuple[DiskSource, Start]:
+def open_start(folder: str, roots: tuple[str, ...]) -> tuple[DiskSource, ReloadStart]:
     """Raises Rejected where the checkpoint cannot be read, or vLLM would read another one than we do."""
     source = open_folder(folder, roots, "")
-    return source, Start(stored_specs(source), folder_hashes(folder, roots).tied)
+    return source, ReloadStart(stored_specs(source), folder_hashes(folder, roots).tied)
 
 
-def not_reloaded(start: Start, device: str) -> tuple[Failure, ...]:
+def not_reloaded(start: ReloadStart, device: str) -> tuple[Failure, ...]:
     """Of what vLLM's own reload says that it has reloaded, and has not: seen with 0.32 on CPU, where kernels that were
     packed from the old weights stay in use.
     """
@@ -103,7 +103,7 @@ def stored_specs(source: DiskSource) -> dict[str, TensorSpec]:
     return {tensor.spec.name: tensor.spec for header in source.headers.values() for tensor in header.tensors}
 
 
-def differences(found: Mapping[str, TensorSpec], start: Start) -> tuple[Failure, ...]:
+def differences(found: Mapping[str, TensorSpec], start: ReloadStart) -> tuple[Failure, ...]:
     """Everything in which a checkpoint is not like the one that vLLM started on."""
     failures = []
     for name, spec in start.stored.items():
@@ -121,8 +121,8 @@ def differences(found: Mapping[str, TensorSpec], start: Start) -> tuple[Failure,
 
 
 def read_content(
-    source: DiskSource, tied: bool, allow_nonfinite: bool, stop: Stop, progress: Callable[[int], None]
-) -> Content:
+    source: DiskSource, tied: bool, allow_nonfinite: bool, stop: CancelToken, progress: Callable[[int], None]
+) -> CheckpointContent:
     """Digest every tensor. `progress` gets increments of bytes.
 
     Raises Aborted: what reading raises, `tensor_nonfinite`, `tensor_digest` for what differs from the manifest or from
@@ -152,11 +152,11 @@ def read_content(
     source.recheck()
     if failures:
         raise Aborted(*failures[:_LIMIT])
-    return Content(_observed(source, digests, {alias for alias, _ in redundant}), digests, frozenset(blank))
+    return CheckpointContent(_observed(source, digests, {alias for alias, _ in redundant}), digests, frozenset(blank))
 
 
 def _digest(
-    source: DiskSource, spec: TensorSpec, stop: Stop, progress: Callable[[int], None]
+    source: DiskSource, spec: TensorSpec, stop: CancelToken, progress: Callable[[int], None]
 ) -> tuple[int, bool, bool]:
     """(digest, all is finite, has a normal number or needs none) of one tensor, read a piece at a time."""
     total, finite, normal = 0, True, not judged(spec)

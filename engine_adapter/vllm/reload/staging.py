@@ -8,10 +8,10 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from engine_adapter.rank.plan import Stop
+from engine_adapter.rank.plan import CancelToken
 from engine_adapter.vllm.reload.source import (
-    Content,
-    Start,
+    CheckpointContent,
+    ReloadStart,
     differences,
     not_reloaded,
     open_folder,
@@ -32,7 +32,7 @@ class Planned:
     source: DiskSource
     folder: str
     cancelled: threading.Event = field(default_factory=threading.Event)
-    content: Content | None = None
+    content: CheckpointContent | None = None
     read: int = 0
 
     @property
@@ -44,7 +44,7 @@ class Planned:
         return sum(spec.nbytes for spec in self.source.specs.values())
 
     @property
-    def staged(self) -> Content:
+    def staged(self) -> CheckpointContent:
         """Raises Aborted (`wrong_phase`) before it was read."""
         if self.content is None:
             raise wrong_phase(f"nothing is staged for serial {self.serial}")
@@ -59,19 +59,19 @@ class FrontStaging:
 
     def __init__(self, model: str, roots: tuple[str, ...], device: str) -> None:
         self._model, self._roots, self._device = model, roots, device
-        self._start: Start | None = None
+        self._start: ReloadStart | None = None
         self._planned: Planned | None = None
         self._busy = asyncio.Lock()  # held by whichever verb opens, reads or closes files
         self._dropped = -1  # serial that was given up last
 
-    async def read_start(self, deadline_s: float) -> Content:
+    async def read_start(self, deadline_s: float) -> CheckpointContent:
         """Of the start checkpoint, which all later ones are compared with. Raises LiveweightsError, also for models
         that vLLM does not reload whole.
         """
         self._start, content = await asyncio.to_thread(self._read_start, _stop(threading.Event(), deadline_s))
         return content
 
-    def _read_start(self, stop: Stop) -> tuple[Start, Content]:
+    def _read_start(self, stop: CancelToken) -> tuple[ReloadStart, CheckpointContent]:
         source, start = open_start(self._model, (self._model, *self._roots))
         with source:
             failures = not_reloaded(start, self._device)
@@ -108,7 +108,7 @@ class FrontStaging:
             return planned
 
     @property
-    def _known(self) -> Start:
+    def _known(self) -> ReloadStart:
         if self._start is None:
             raise wrong_phase("the start checkpoint is not read yet")
         return self._start
@@ -153,5 +153,5 @@ def wrong_phase(message: str) -> Aborted:
     return Aborted(Failure("wrong_phase", message))
 
 
-def _stop(cancelled: threading.Event, deadline_s: float) -> Stop:
-    return Stop(cancelled.is_set, time.monotonic() + deadline_s, time.monotonic)
+def _stop(cancelled: threading.Event, deadline_s: float) -> CancelToken:
+    return CancelToken(cancelled.is_set, time.monotonic() + deadline_s, time.monotonic)

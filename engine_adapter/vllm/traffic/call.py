@@ -15,7 +15,7 @@ class _End:
     error: Exception | None = None
 
 
-class Call:
+class EngineCall:
     """`outputs`: of the engine. `note`: sees each once, before the reader does; what it raises, the reader gets.
 
     `ended`: called once, when the engine has nothing more to say. Lives on one event loop.

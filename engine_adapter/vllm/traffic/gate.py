@@ -17,8 +17,8 @@ from typing import Any
 from uuid import uuid4
 
 from engine_adapter.replica.admission import AdmissionController, Limits
-from engine_adapter.vllm.traffic.call import Call
-from engine_adapter.vllm.traffic.replies import Part, Reply, current_reply, is_empty, is_pooled, was_aborted
+from engine_adapter.vllm.traffic.call import EngineCall
+from engine_adapter.vllm.traffic.replies import CallPart, Reply, current_reply, is_empty, is_pooled, was_aborted
 from updater.core.errors import Failure, LiveweightsError, Unavailable, refuse
 from updater.core.policy import CachePolicy, InFlight
 
@@ -35,7 +35,7 @@ class _Ticket:
     request_id: str
     reply: Reply
     version: str  # at dispatch
-    call: Call | None = None
+    call: EngineCall | None = None
     spans: bool = False  # whether it may go through a switch of versions
     ending: bool = False  # the engine was told to end it
     for_update: bool = False  # by an update
@@ -103,7 +103,7 @@ class VllmGate(AdmissionController):
         return self._run(request_id, reply, reply.part(request_id, sequences), call)
 
     async def _run(
-        self, request_id: str, reply: Reply, part: Part, call: Callable[[], AsyncGenerator[Any, None]]
+        self, request_id: str, reply: Reply, part: CallPart, call: Callable[[], AsyncGenerator[Any, None]]
     ) -> AsyncGenerator[Any, None]:
         try:
             await self._door.enter(reply.wanted)
@@ -114,7 +114,7 @@ class VllmGate(AdmissionController):
             raise
         part.stale = self.stale
         ticket = _Ticket(request_id, reply, self.version)
-        ticket.call = Call(generation, partial(self._note, ticket, part), partial(self._over, ticket))
+        ticket.call = EngineCall(generation, partial(self._note, ticket, part), partial(self._over, ticket))
         self._running.add(ticket)
         async with aclosing(ticket.call.read()) as outputs:
             async for output in outputs:
@@ -134,7 +134,7 @@ class VllmGate(AdmissionController):
         self._running.discard(ticket)
         self._changed.set()
 
-    def _note(self, ticket: _Ticket, part: Part, output: Any) -> None:
+    def _note(self, ticket: _Ticket, part: CallPart, output: Any) -> None:
         """Raises Unavailable for what must not be answered as if nothing were wrong: a reply that mixes versions
         without leave, and one without anything in it.
         """

@@ -12,7 +12,7 @@ from updater.core.errors import LiveweightsError
 
 
 @dataclass(slots=True)
-class Part:
+class CallPart:
     """One call of the engine: `sequences` by their index (more than one where the request asks for `n`). `stale`: what
     it found in the cache may be of before a switch (`cache=keep`).
     """
@@ -47,7 +47,7 @@ class Reply:
     wanted: Wanted = field(default_factory=Wanted)
     asked: bytes = b""
     version: str = ""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[CallPart] = field(default_factory=list)
     failure: LiveweightsError | None = None
     ended_by_update: bool = False
 
@@ -70,8 +70,8 @@ class Reply:
     def _per_part(self) -> int:
         return max((part.wanted for part in self.parts), default=1)
 
-    def part(self, request_id: str = "", wanted: int = 1) -> Part:
-        self.parts.append(Part(request_id, wanted))
+    def part(self, request_id: str = "", wanted: int = 1) -> CallPart:
+        self.parts.append(CallPart(request_id, wanted))
         return self.parts[-1]
 
     def found_stale(self, choice: int | None = None) -> dict[str, bool]:

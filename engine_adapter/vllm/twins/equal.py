@@ -16,7 +16,7 @@ _VALUES = (bool, int, float, complex, str, bytes, type(None), Enum, type, torch.
 
 
 @dataclass(slots=True)
-class Comparison:
+class StateComparison:
     """`differing`, `opaque`: paths where two states differ, and where only a run can tell."""
 
     differing: list[str] = field(default_factory=list)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from engine_adapter.vllm.twins.equal import Comparison, is_code, same_bytes
+from engine_adapter.vllm.twins.equal import StateComparison, is_code, same_bytes
 from engine_adapter.vllm.twins.table import Method
 
 #: Names of the parameters and of the attributes that a state consists of.
@@ -31,8 +31,8 @@ class LayerState:
     attributes: Mapping[str, Any]
     twin: int | None = None
 
-    def compared(self, other: LayerState) -> Comparison:
-        found = Comparison()
+    def compared(self, other: LayerState) -> StateComparison:
+        found = StateComparison()
         found.compare(dict(self.parameters), dict(other.parameters), "parameters")
         found.compare(dict(self.attributes), dict(other.attributes), "attributes")
         return found

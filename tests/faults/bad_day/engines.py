@@ -64,13 +64,13 @@ def make_stand(engine: str, folder: Path) -> Stand:
 
 def _toy(folder: Path) -> Stand:
     from engine_adapter.testing.toy.checkpoint import make_toy_checkpoint
-    from engine_adapter.testing.toy.reference import MARGIN, Reference
+    from engine_adapter.testing.toy.reference import MARGIN, ToyReference
 
     checkpoints = tuple(make_toy_checkpoint(folder / f"c{i}", seed=_FIRST_SEED + i) for i in range(COUNT))
     prompts = tuple((5, 6, 7, 8, 9, 10, ending) for ending in range(20, 25))
     count = 12
 
-    def said(reference: Reference, prompt: Sequence[int]) -> Said:
+    def said(reference: ToyReference, prompt: Sequence[int]) -> Said:
         tokens, margins = list[int](), list[float]()
         for _ in range(count):
             best = reference.logits([*prompt, *tokens]).topk(2)
@@ -78,7 +78,7 @@ def _toy(folder: Path) -> Stand:
             margins.append(float(best.values[0] - best.values[1]))
         return Said(tuple(tokens), tuple(margins))
 
-    references = [Reference.load(checkpoint) for checkpoint in checkpoints]
+    references = [ToyReference.load(checkpoint) for checkpoint in checkpoints]
     expected = tuple(tuple(said(reference, prompt) for prompt in prompts) for reference in references)
     return Stand("toy", checkpoints, prompts, expected, count, MARGIN, {"step_ms": 8.0})
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from updater.demo.clients import Reply
+from updater.demo.clients import ClientReply
 
 _BETWEEN_S = 0.05
 _TURNED_AWAY_S = 0.15
@@ -24,7 +24,7 @@ class Heard:
     """One stream. `digest`: what the reply says of its version. `named`: False for one that broke off before its last
     event, which carries the version: then `reply.version` is empty."""
 
-    reply: Reply
+    reply: ClientReply
     digest: str
     named: bool = True
 
@@ -121,8 +121,8 @@ def heard_of(replica: str, prompt: int, events: Sequence[Mapping[str, Any]]) -> 
     tokens = tuple(token for chunk in chunks for token in chunk["choices"][0].get("token_ids") or ())
     told = last.get("liveweights")
     if not isinstance(told, dict):
-        return Heard(Reply(replica, prompt, tokens, "", (), "abort"), "", named=False)
+        return Heard(ClientReply(replica, prompt, tokens, "", (), "abort"), "", named=False)
     spans = tuple((span["version"], span["start"], span["end"]) for span in told["spans"])
     reason = "abort" if last.get("error") else str(last["choices"][0]["finish_reason"])
     cached = int(last.get("usage", {}).get("prompt_tokens_details", {}).get("cached_tokens", 0))
-    return Heard(Reply(replica, prompt, tokens, told["version"], spans, reason, cached), str(told["digest"]))
+    return Heard(ClientReply(replica, prompt, tokens, told["version"], spans, reason, cached), str(told["digest"]))

@@ -58,7 +58,7 @@ def front(told: Mapping[str, Any]) -> None:
     import logging
 
     from engine_adapter.replica.admission import Limits
-    from engine_adapter.replica.interfaces import Deadlines
+    from engine_adapter.replica.interfaces import WorkDeadlines
     from engine_adapter.replica.launch import ENGINES, FrontSettings, Replica
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
@@ -81,7 +81,7 @@ def front(told: Mapping[str, Any]) -> None:
         factory=ENGINES[told["engine"]],
         options=told["options"],
         limits=Limits(wait_s=10.0),
-        deadlines=Deadlines(plan_s=VERB_S, commit_s=VERB_S, discard_s=VERB_S),
+        deadlines=WorkDeadlines(plan_s=VERB_S, commit_s=VERB_S, discard_s=VERB_S),
         stop_s=3.0,
         watch_s=WATCH_S,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from updater.demo.clients import Reply, Verdict, judge
+from updater.demo.clients import ClientReply, Verdict, judge
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,10 @@ class Says:
 
 
 EXPECTED = {"start": [Says((1, 2, 3, 4))], "0-1": [Says((5, 6, 7, 8))]}
-GOOD = Reply("a", 0, (5, 6, 7, 8), "0-1", (("0-1", 0, 4),), "length")
+GOOD = ClientReply("a", 0, (5, 6, 7, 8), "0-1", (("0-1", 0, 4),), "length")
 
 
-def judged(*replies: Reply, expected: dict[str, list[Says]] = EXPECTED) -> Verdict:
+def judged(*replies: ClientReply, expected: dict[str, list[Says]] = EXPECTED) -> Verdict:
     return judge(replies, expected, margin=1.0, max_tokens=4)
 
 
@@ -52,7 +52,7 @@ def test_an_aborted_reply_is_compared_as_far_as_it_goes() -> None:
         replace(GOOD, prompt=1),
     ],
 )
-def test_everything_else_is(reply: Reply) -> None:
+def test_everything_else_is(reply: ClientReply) -> None:
     expected = {label: [*says, Says((9, 9, 9, 9))] for label, says in EXPECTED.items()}
     assert len(judged(reply, GOOD, expected=expected).mixed) == 1
 

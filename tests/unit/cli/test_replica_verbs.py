@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from typer.testing import CliRunner, Result
 
 from engine_adapter.replica.admission import Gate
-from engine_adapter.replica.app import ReplicaFace, add_operator_routes
+from engine_adapter.replica.app import ReplicaApp, add_operator_routes
 from engine_adapter.replica.front import Front, Identity
 from engine_adapter.testing.requests import HandEngine, HandWork
 from updater.cli.main import app
@@ -49,7 +49,7 @@ def replica(tokens: Tokens | None = None) -> Iterator[Replica]:
         work, gate = HandWork(), Gate(HandEngine())
         front = Front(started("r0", "i", "0-3", "d3"), Identity("", "model", ()), work, gate)
         front.feed(AuditFailed(Held("0-3", "d3"), Failure("tensor_digest", "no", rank=1)))
-        face = ReplicaFace("r0", gate)
+        face = ReplicaApp("r0", gate)
         face.front = front
         web = FastAPI()
         add_operator_routes(web, face)

@@ -13,7 +13,7 @@ from updater.core.fleet import members
 from updater.core.fleet.effects import Denied, Send, Stop
 from updater.core.fleet.events import Begin, Called, HoldEnded, Joined, Refused, Replied, Seen
 from updater.core.fleet.requests import first_word
-from updater.core.fleet.state import FleetState, Member, Phase, Standing
+from updater.core.fleet.state import Fleet, Member, Phase, Standing
 from updater.core.participant import (
     Call,
     Claim,
@@ -190,7 +190,7 @@ def test_an_orphan_is_adopted_as_what_it_holds_and_nothing_else() -> None:
 # --- the coordinator
 
 
-def state(sim: Simulation) -> FleetState:
+def state(sim: Simulation) -> Fleet:
     assert sim.state is not None
     return sim.state
 

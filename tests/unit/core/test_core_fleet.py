@@ -27,7 +27,7 @@ from updater.core.fleet.events import (
     Seal,
     Seen,
 )
-from updater.core.fleet.state import FleetState, Phase, Standing
+from updater.core.fleet.state import Fleet, Phase, Standing
 from updater.core.participant import Compared, DiskOffer, FrontState, Kind, PauseReply, SpareState
 from updater.core.policy import CommitMode, InFlight, InstallMode, OnBusy, Policy
 from updater.core.version import START, Version
@@ -49,7 +49,7 @@ def sim() -> Simulation:
     return sim
 
 
-def state(sim: Simulation) -> FleetState:
+def state(sim: Simulation) -> Fleet:
     assert sim.state is not None
     return sim.state
 
@@ -99,7 +99,7 @@ def test_what_cannot_begin(sim: Simulation, change: dict[str, Any], expected: st
 
 
 def test_nobody_to_publish_to() -> None:
-    assert code(fleet.step(FleetState("f", 1), Begin("u", "u", offer=DiskOffer("/x")))[1][0]) == "no_members"
+    assert code(fleet.step(Fleet("f", 1), Begin("u", "u", offer=DiskOffer("/x")))[1][0]) == "no_members"
 
 
 @pytest.mark.case("F01")
@@ -207,7 +207,7 @@ def test_who_may_not_join(sim: Simulation) -> None:
     assert denied(sim, Joined(replace(description, config_hash="v2:another"))) == "config_mismatch"
     differs = (Failure("config_mismatch", "x is 1 in this replica, 2 in replica a", replica="c"),)
     assert denied(sim, Joined(description, differs=differs)) == "config_mismatch"
-    nothing_live = FleetState("fleet", 1)
+    nothing_live = Fleet("fleet", 1)
     assert code(fleet.step(nothing_live, with_status(state=FrontState.OPEN))[1][0]) == "adopt_needed"
     assert denied(sim, Left("nobody")) == "not_found"
 
@@ -488,7 +488,7 @@ def test_a_broken_member_owes_nothing(sim: Simulation) -> None:
 
 
 def test_misuse_is_an_error(sim: Simulation) -> None:
-    idle = FleetState("f", 1)
+    idle = Fleet("f", 1)
     for misuse in (
         lambda: flow.current(idle),
         lambda: requests.live(idle),

@@ -15,7 +15,7 @@ from updater.core.fleet import machine as fleet
 from updater.core.fleet.effects import Accepted, Admit, Outcome, RecordKind, Send
 from updater.core.fleet.events import BackoffEnded, Begin, Deadline, Event, Recorded, Refused, Seen
 from updater.core.fleet.recovery import recover
-from updater.core.fleet.state import FleetState, Phase, Standing
+from updater.core.fleet.state import Fleet, Phase, Standing
 from updater.core.participant import DiskOffer, FrontState, Kind, PauseRequest, StageRequest
 from updater.core.policy import InFlight, Policy
 from updater.core.replica.state import Answer, OpenAdmission
@@ -33,7 +33,7 @@ def sim() -> Simulation:
     return sim
 
 
-def state(sim: Simulation) -> FleetState:
+def state(sim: Simulation) -> Fleet:
     assert sim.state is not None
     return sim.state
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from updater.core.fleet.effects import Append, Record, RecordKind
-from updater.core.fleet.lineage import ADOPTION, Journal, KnownMember, Survey, nobody_led, survey
+from updater.core.fleet.lineage import ADOPTION, KnownJournal, KnownMember, Survey, nobody_led, survey
 from updater.core.fleet.recovery import adopt, may_adopt, recover
 from updater.core.fleet.state import Phase, Standing
 from updater.core.participant import FrontState, FrontStatus, Kind, Released, ReleaseTo, Spare, SpareState
@@ -26,16 +26,16 @@ def status(name: str, state: FrontState, version: str = "0-1", digest: str = "ne
     return replace(found, **change)  # type: ignore[arg-type]
 
 
-def journal(*records: Record) -> Journal:
-    return Journal(records, KNOWN, 3, 9)
+def journal(*records: Record) -> KnownJournal:
+    return KnownJournal(records, KNOWN, 3, 9)
 
 
 def test_a_fleet_that_was_never_joined_just_starts() -> None:
-    found = recover("fleet", Journal(), {})
+    found = recover("fleet", KnownJournal(), {})
     assert (found.effects, found.state.epoch, found.state.phase) == ((), 1, Phase.IDLE)
     assert found.state.hold is not None
     assert found.state.hold.code == "listening"
-    assert recover("fleet", Journal(), {}, new_fleet=True).state.hold is None
+    assert recover("fleet", KnownJournal(), {}, new_fleet=True).state.hold is None
 
 
 def test_epoch_and_serial_exceed_everything_that_was_ever_used() -> None:
@@ -127,7 +127,7 @@ def test_a_fleet_that_was_adopted_by_another_journal_is_not_followed() -> None:
 
 @pytest.mark.case("F10")
 def test_members_with_a_fleet_and_a_journal_without_records() -> None:
-    state = recover("fleet", Journal((), KNOWN), {"a": status("a", FrontState.OPEN), "b": None}).state
+    state = recover("fleet", KnownJournal((), KNOWN), {"a": status("a", FrontState.OPEN), "b": None}).state
     assert state.hold is not None
     assert (state.hold.code, state.hold.replica) == ("adopt_needed", "a")
 
@@ -148,7 +148,7 @@ def test_nobody_to_clean_up_after() -> None:
     ],
 )
 def test_a_fleet_that_does_not_agree_is_not_adopted(other: FrontStatus, code: str) -> None:
-    found = may_adopt(Journal((), KNOWN), {"a": status("a", FrontState.OPEN), "b": other})
+    found = may_adopt(KnownJournal((), KNOWN), {"a": status("a", FrontState.OPEN), "b": other})
     assert found.refusal is not None
     assert found.refusal.code == code
     assert found.refusal.hint
@@ -156,13 +156,13 @@ def test_a_fleet_that_does_not_agree_is_not_adopted(other: FrontStatus, code: st
 
 @pytest.mark.case("F09")
 def test_who_was_never_in_a_fleet_is_not_adopted() -> None:
-    assert may_adopt(Journal((), KNOWN), {"a": status("a", FrontState.JOINING, fleet=""), "b": None}).refusal
+    assert may_adopt(KnownJournal((), KNOWN), {"a": status("a", FrontState.JOINING, fleet=""), "b": None}).refusal
 
 
 @pytest.mark.case("F09")
 @pytest.mark.parametrize("state", [FrontState.OPEN, FrontState.ORPHANED, FrontState.JOINING])
 def test_orphans_and_released_and_silent_ones_are_adopted(state: FrontState) -> None:
-    empty, reports = Journal((), KNOWN, epoch=1), {"a": status("a", state, unclaimed=True), "b": None}
+    empty, reports = KnownJournal((), KNOWN, epoch=1), {"a": status("a", state, unclaimed=True), "b": None}
     adoption = may_adopt(empty, reports)
     assert (adoption.refusal, adoption.fleet, adoption.epoch) == (None, "fleet", ADOPTION)
     led = {"a": status("a", state, epoch=ADOPTION, owner="me"), "b": None}

@@ -12,7 +12,7 @@ from updater.core.fleet.effects import Denied, Label
 from updater.core.fleet.events import Begin, Joined, Seen
 from updater.core.fleet.machine import step
 from updater.core.fleet.members import cure, left_behind, obstacle, shown
-from updater.core.fleet.state import FleetState, Member, Published, Standing, Transaction
+from updater.core.fleet.state import Fleet, Member, Published, Standing, Transaction
 from updater.core.participant import Description, DiskOffer, FrontState, Kind, StreamOffer
 from updater.core.policy import Capabilities, Policy
 from updater.core.release import RELEASE, WIRE, mismatch, older_coordinator
@@ -29,8 +29,8 @@ def member(standing: Standing = Standing.JOINING, live: str = "other", **more: o
     return replace(Member("a", "a1", standing, live), **more)  # type: ignore[arg-type]
 
 
-def fleet(*members: Member, live: Published | None = LIVE, hold: Failure | None = None) -> FleetState:
-    return FleetState("f", 1, members=members, live=live, hold=hold)
+def fleet(*members: Member, live: Published | None = LIVE, hold: Failure | None = None) -> Fleet:
+    return Fleet("f", 1, members=members, live=live, hold=hold)
 
 
 STREAM = StreamOffer("broadcast", "h:1", "s")
@@ -51,7 +51,7 @@ STREAM = StreamOffer("broadcast", "h:1", "s")
         (fleet(), member(Standing.LOST, foreign=mismatch(OLD)), "release_mismatch"),
     ],
 )
-def test_why_a_member_waits(state: FleetState, joiner: Member, code: str | None) -> None:
+def test_why_a_member_waits(state: Fleet, joiner: Member, code: str | None) -> None:
     found = obstacle(state, joiner)
     assert (found.code if found is not None else None) == code
 

@@ -9,7 +9,7 @@ import pytest
 
 from engine_adapter.base import GenerateRequest
 from engine_adapter.replica.admission import Gate, Limits
-from engine_adapter.replica.replies import Piece, Running, Span, Wanted, version_of
+from engine_adapter.replica.replies import ReplyPiece, RunningReply, Span, Wanted, version_of
 from engine_adapter.testing.requests import HandEngine
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.policy import InFlight
@@ -32,11 +32,11 @@ def request(gate: Gate, *prompt: int, max_tokens: int = 8) -> GenerateRequest:
     return GenerateRequest(gate.next_id(), prompt or (1, 2, 3), max_tokens)
 
 
-async def start(gate: Gate, wanted: Wanted | None = None, max_tokens: int = 8) -> Running:
+async def start(gate: Gate, wanted: Wanted | None = None, max_tokens: int = 8) -> RunningReply:
     return await gate.admit(request(gate, max_tokens=max_tokens), wanted or Wanted())
 
 
-async def pieces(running: Running) -> list[Piece]:
+async def pieces(running: RunningReply) -> list[ReplyPiece]:
     return [piece async for piece in running.pieces()]
 
 

@@ -15,11 +15,11 @@ from engine_adapter.rank.channel import (
     ChannelClosed,
     ChannelError,
     Frame,
+    FrameHeader,
     FrameKind,
     FrontChannel,
-    Header,
     RankChannel,
-    Tokens,
+    TokensMade,
 )
 from updater.protocol import wire
 
@@ -30,7 +30,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def test_a_message_arrives_as_it_was_sent_in_both_directions() -> None:
     ours, theirs = pair()
-    message = Tokens((TokenEvent("r1", (1, 2), "0-1", "stop", cached_tokens=3),))
+    message = TokensMade((TokenEvent("r1", (1, 2), "0-1", "stop", cached_tokens=3),))
 
     async def front() -> Frame:
         end = await FrontChannel.over(ours)
@@ -44,16 +44,16 @@ def test_a_message_arrives_as_it_was_sent_in_both_directions() -> None:
 
     def serve() -> None:
         seen.append(rank.receive())
-        rank.send(Frame(Header(FrameKind.REPLY, 7, "plan"), seen[0].body))
+        rank.send(Frame(FrameHeader(FrameKind.REPLY, 7, "plan"), seen[0].body))
 
     thread = threading.Thread(target=serve)
     thread.start()
     answer = asyncio.run(front())
     thread.join()
     rank.close()
-    assert seen[0].header == Header(FrameKind.CALL, 7, "plan")
-    assert answer.header == Header(FrameKind.REPLY, 7, "plan")
-    assert wire.decode(Tokens, answer.body) == message
+    assert seen[0].header == FrameHeader(FrameKind.CALL, 7, "plan")
+    assert answer.header == FrameHeader(FrameKind.REPLY, 7, "plan")
+    assert wire.decode(TokensMade, answer.body) == message
 
 
 def test_frames_of_many_threads_do_not_interleave() -> None:
@@ -63,7 +63,7 @@ def test_frames_of_many_threads_do_not_interleave() -> None:
 
     def send(start: int) -> None:
         for number in range(start, start + 20):
-            sender.send(Frame(Header(FrameKind.EVENT, number, "tokens"), body))
+            sender.send(Frame(FrameHeader(FrameKind.EVENT, number, "tokens"), body))
 
     threads = [threading.Thread(target=send, args=(start,)) for start in (0, 100, 200)]
     for thread in threads:
@@ -109,5 +109,5 @@ def test_the_end_of_the_other_side_is_told_also_in_the_middle_of_a_frame() -> No
     with pytest.raises(ChannelClosed):
         rank.receive()
     with pytest.raises(ChannelClosed):
-        rank.send(Frame(Header(FrameKind.EVENT, 0, "tokens"), b"{}"))
+        rank.send(Frame(FrameHeader(FrameKind.EVENT, 0, "tokens"), b"{}"))
     rank.close()

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine_adapter.replica.admission import Gate, Limits
-from engine_adapter.replica.app import ReplicaFace, make_app
+from engine_adapter.replica.app import ReplicaApp, make_app
 from engine_adapter.replica.completions import ModelText, TextStream
 from engine_adapter.testing.requests import HandEngine
 from updater.core.errors import Failure
@@ -38,7 +38,7 @@ def play(model: Path, scene: Scene, *, limits: Limits | None = None, tokens: Tok
     async def run() -> None:
         engine = HandEngine()
         gate = engine.gate = Gate(engine, limits)
-        app = make_app(ReplicaFace("r0", gate), gate, ModelText.load(model, "tiny"), tokens or Tokens())
+        app = make_app(ReplicaApp("r0", gate), gate, ModelText.load(model, "tiny"), tokens or Tokens())
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             async with asyncio.timeout(120):

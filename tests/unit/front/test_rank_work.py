@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.rank.channel import Label, Staged
+from engine_adapter.rank.channel import BytesStaged, RankLabel
 from engine_adapter.rank.messages import RankPlanReply, RankStageReply
 from engine_adapter.replica.admission import Gate
-from engine_adapter.replica.agreement import Planned
+from engine_adapter.replica.agreement import AgreedPlan
 from engine_adapter.replica.rank_work import RankWork
 from engine_adapter.testing.requests import HandEngine
 from updater.core.errors import Aborted, Failure
@@ -62,7 +62,7 @@ def test_all_ranks_stand_still_before_one_is_relabelled_and_go_on_together(fail:
         else:
             await work.join(request)
         assert [verb for verb, _ in pool.asked] == ["pause", "label", "resume"]
-        assert pool.asked[1][1] == Label("0-7", "d7")
+        assert pool.asked[1][1] == RankLabel("0-7", "d7")
 
     asyncio.run(main())
 
@@ -74,18 +74,18 @@ def test_progress_is_that_of_the_staging_that_runs() -> None:
         fence, policy = Fence("f", 1, 4, 0, "i"), (InFlight.DRAIN, CachePolicy.RESET, InstallMode.FLIP)
         request = PlanRequest(fence, Kind.UPDATE, "u", "0-1", DiskOffer("/x"), "", "", *policy, False, (), False)
         reply = RankPlanReply((), (), (), "", 100)
-        work._planned = Planned(request, (reply, reply), (), InstallMode.FLIP)
+        work._planned = AgreedPlan(request, (reply, reply), (), InstallMode.FLIP)
         assert work.progress() is None
         staging = asyncio.create_task(work.stage(StageRequest(fence, 9.0)))
         await asyncio.sleep(0)
         assert work.progress() == Progress(4, 0, 200)
-        work.on_staged(0, Staged(4, 60))
-        work.on_staged(1, Staged(3, 99))  # of an earlier one
+        work.on_staged(0, BytesStaged(4, 60))
+        work.on_staged(1, BytesStaged(3, 99))  # of an earlier one
         assert work.progress() == Progress(4, 60, 200)
-        work.on_staged(1, Staged(4, 30))
-        work.on_staged(0, Staged(4, 70))
+        work.on_staged(1, BytesStaged(4, 30))
+        work.on_staged(0, BytesStaged(4, 70))
         assert work.progress() == Progress(4, 100, 200)
-        work.on_staged(0, Staged(4, 900))  # padding and what is read twice
+        work.on_staged(0, BytesStaged(4, 900))  # padding and what is read twice
         assert work.progress() == Progress(4, 200, 200)
         pool.staged.set()
         assert (await staging).bytes_read == 200

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from engine_adapter.placement.coverage import check_destination, check_rows
-from engine_adapter.placement.recorded.record import Start, place, record
+from engine_adapter.placement.recorded.record import StartCheckpoint, place, record
 from engine_adapter.placement.recorded.twin import Pairs, Twin
 from engine_adapter.placement.rows import CarryRow, CopyRow, FillRow, Placement
 from transports.base import Box
@@ -67,9 +67,9 @@ def twin(tied: bool = False) -> Twin:
     return Twin(model, lambda pairs: load(model, pairs))
 
 
-def started(on: Twin, shapes: dict[str, tuple[int, ...]] = START) -> Start:
+def started(on: Twin, shapes: dict[str, tuple[int, ...]] = START) -> StartCheckpoint:
     given = specs(shapes)
-    return Start(given, place(on, given, 0, 1))
+    return StartCheckpoint(given, place(on, given, 0, 1))
 
 
 def carried(placement: Placement) -> list[CarryRow]:
@@ -178,7 +178,7 @@ def test_what_a_loader_passes_over_in_silence_is_unexpected_unless_the_start_had
         place(on, given, 0, 1, started(on))
     (failure,) = caught.value.failures
     assert (failure.code, failure.tensor) == ("tensor_unexpected", "expert.4.w1")
-    had = Start(given, place(on, given, 0, 1))
+    had = StartCheckpoint(given, place(on, given, 0, 1))
     assert [name for name, _ in place(on, given, 0, 1, had).ignored] == ["expert.4.w1"]
 
 

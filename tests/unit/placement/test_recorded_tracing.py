@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine_adapter.placement.recorded.affine import UNWRITTEN, Part, affine_parts, constant_class
-from engine_adapter.placement.recorded.traced import CODES, Code, trace
+from engine_adapter.placement.recorded.affine import UNWRITTEN, AffinePart, affine_parts, constant_class
+from engine_adapter.placement.recorded.traced import CODES, CoordinateCode, trace
 from engine_adapter.placement.recorded.twin import Pairs, Twin
 from engine_adapter.placement.recorded.views import NotBoxes, Strided, boxes_of, pieces_of
 from engine_adapter.placement.rows import CopyRow, FillRow
@@ -38,7 +38,7 @@ def specs(dtype: str = "F32", **shapes: tuple[int, ...]) -> dict[str, TensorSpec
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_codes_come_back_and_nothing_else_does(code: Code) -> None:
+def test_codes_come_back_and_nothing_else_does(code: CoordinateCode) -> None:
     coordinates = torch.arange(5000)
     values = code.encode(coordinates)
     assert torch.equal(code.decode(values), coordinates)
@@ -58,11 +58,11 @@ def test_parts_tile_the_array() -> None:
     blank, seven = UNWRITTEN, constant_class(7)
     array = torch.tensor([[0, 1, 2], [3, 4, 5], [10, 11, 12], [blank, blank, blank], [seven, seven, 20]])
     assert list(affine_parts(array, [0, 10])) == [
-        Part((0, 0), (2, 3), 0, 0, (3, 1)),
-        Part((2, 0), (1, 3), 1, 10, (0, 1)),
-        Part((3, 0), (1, 3), None, blank, (0, 0)),
-        Part((4, 0), (1, 2), None, seven, (0, 0)),
-        Part((4, 2), (1, 1), 1, 20, (0, 0)),
+        AffinePart((0, 0), (2, 3), 0, 0, (3, 1)),
+        AffinePart((2, 0), (1, 3), 1, 10, (0, 1)),
+        AffinePart((3, 0), (1, 3), None, blank, (0, 0)),
+        AffinePart((4, 0), (1, 2), None, seven, (0, 0)),
+        AffinePart((4, 2), (1, 1), 1, 20, (0, 0)),
     ]
 
 

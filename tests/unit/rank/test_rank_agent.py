@@ -33,7 +33,7 @@ from engine_adapter.rank.messages import (
     RankVerify,
 )
 from engine_adapter.rank.plan import dtypes_held
-from engine_adapter.rank.spare import Spare
+from engine_adapter.rank.spare import RankSpare
 from engine_adapter.rank.state import DerivedStates, RankState
 from engine_adapter.testing.bare import BareEngine, BareReplica
 from engine_adapter.testing.small_models import checkpoint, manifest_of, replica
@@ -775,7 +775,7 @@ def test_an_install_does_not_wait_for_an_audit(what: str, mode: InstallMode) -> 
 def test_an_audit_that_begins_while_an_install_waits_for_the_lock_is_told_too() -> None:
     """Else it would compare bytes that an exchange has begun to move with what they were."""
     engine = BareEngine({"a": (3, 4)}, Rules(), dtypes=_F32)
-    state = RankState(engine, Spare(engine.parameters()), DerivedStates((), {}))
+    state = RankState(engine, RankSpare(engine.parameters()), DerivedStates((), {}))
     begun: list[threading.Event] = []
 
     class Lock:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from engine_adapter.base import EngineSpec
-from engine_adapter.rank.messages import Hello, RankPlan, RankPlanReply, hello_of, running_document
-from engine_adapter.rank.plan import Stop, make_plan
+from engine_adapter.rank.messages import RankHello, RankPlan, RankPlanReply, hello_of, running_document
+from engine_adapter.rank.plan import CancelToken, make_plan
 from engine_adapter.rank.staging import blank_sources
 from engine_adapter.replica.agreement import check_config
 from engine_adapter.testing import build_toy
@@ -42,9 +42,9 @@ def engine(start: Path) -> ToyEngine:
 
 
 @pytest.fixture
-def hello(engine: ToyEngine, start: Path) -> Hello:
+def hello(engine: ToyEngine, start: Path) -> RankHello:
     made = hello_of(engine, EngineSpec(0, 1, str(start), "", {}))
-    return wire.decode(Hello, wire.encode(made))
+    return wire.decode(RankHello, wire.encode(made))
 
 
 def folder(start: Path, target: Path, **changes: Any) -> Path:
@@ -68,9 +68,9 @@ def test_a_rank_that_looks_for_blank_tensors_can_be_stopped(engine: ToyEngine, s
     request = RankPlan(1, DiskOffer(str(start)), (str(start.parent),), "")
     plan = make_plan(engine, live, request, lambda *_: DiskSource.open(str(start), (str(start.parent),)))
     try:
-        assert blank_sources(plan, live, live, Stop(lambda: False, 1.0, lambda: 0.0)) == ()
-        for stop, code in ((Stop(lambda: True, 1.0, lambda: 0.0), "client_abort"),
-                           (Stop(lambda: False, 1.0, lambda: 2.0), "phase_timeout")):  # fmt: skip
+        assert blank_sources(plan, live, live, CancelToken(lambda: False, 1.0, lambda: 0.0)) == ()
+        for stop, code in ((CancelToken(lambda: True, 1.0, lambda: 0.0), "client_abort"),
+                           (CancelToken(lambda: False, 1.0, lambda: 2.0), "phase_timeout")):  # fmt: skip
             with pytest.raises(LiveweightsError) as caught:
                 blank_sources(plan, live, live, stop)
             assert caught.value.code == code
@@ -78,7 +78,7 @@ def test_a_rank_that_looks_for_blank_tensors_can_be_stopped(engine: ToyEngine, s
         plan.close()
 
 
-def checked(engine: ToyEngine, hello: Hello, path: Path, **policy: Any) -> tuple[tuple[str, ...], Compared]:
+def checked(engine: ToyEngine, hello: RankHello, path: Path, **policy: Any) -> tuple[tuple[str, ...], Compared]:
     request = PlanRequest(
         fence=Fence("f", 1, 1, 0, "i"), kind=Kind.UPDATE, update="u", version="0-1", offer=DiskOffer(str(path)),
         manifest="", digest="", in_flight=InFlight.DRAIN, cache=CachePolicy.RESET, install=InstallMode.AUTO,
@@ -87,7 +87,7 @@ def checked(engine: ToyEngine, hello: Hello, path: Path, **policy: Any) -> tuple
     return check_config(planned(engine, path).model, (hello,), request)
 
 
-def refused(engine: ToyEngine, hello: Hello, path: Path, **policy: Any) -> list[Failure]:
+def refused(engine: ToyEngine, hello: RankHello, path: Path, **policy: Any) -> list[Failure]:
     with pytest.raises(LiveweightsError) as caught:
         checked(engine, hello, path, **policy)
     return list(caught.value.failures)
@@ -96,7 +96,7 @@ def refused(engine: ToyEngine, hello: Hello, path: Path, **policy: Any) -> list[
 @pytest.mark.case("F01")
 @pytest.mark.parametrize("manifest", [False, True])
 def test_another_config_is_refused_by_key(
-    engine: ToyEngine, hello: Hello, start: Path, tmp_path: Path, manifest: bool
+    engine: ToyEngine, hello: RankHello, start: Path, tmp_path: Path, manifest: bool
 ) -> None:
     path = folder(start, tmp_path / "other", rope_theta=37.0, rms_norm_eps=0.5)
     if manifest:
@@ -112,7 +112,7 @@ def test_another_config_is_refused_by_key(
 
 @pytest.mark.case("F01", "F02")
 def test_another_save_of_the_same_model_is_the_same(
-    engine: ToyEngine, hello: Hello, start: Path, tmp_path: Path
+    engine: ToyEngine, hello: RankHello, start: Path, tmp_path: Path
 ) -> None:
     path = folder(start, tmp_path / "anew", transformers_version="9", torch_dtype="float16", use_cache=False)
     assert checked(engine, hello, path, require_config=True) == ((), Compared("engine", "none", "engine"))
@@ -125,7 +125,9 @@ def test_another_save_of_the_same_model_is_the_same(
 
 
 @pytest.mark.case("F01")
-def test_a_source_without_config_is_not_compared(engine: ToyEngine, hello: Hello, start: Path, tmp_path: Path) -> None:
+def test_a_source_without_config_is_not_compared(
+    engine: ToyEngine, hello: RankHello, start: Path, tmp_path: Path
+) -> None:
     path = folder(start, tmp_path / "bare")
     (path / "config.json").unlink()
     assert checked(engine, hello, path) == ((), Compared())
@@ -135,7 +137,7 @@ def test_a_source_without_config_is_not_compared(engine: ToyEngine, hello: Hello
 
 @pytest.mark.case("F01")
 def test_a_manifest_carries_the_config_where_its_file_is_gone(
-    engine: ToyEngine, hello: Hello, start: Path, tmp_path: Path
+    engine: ToyEngine, hello: RankHello, start: Path, tmp_path: Path
 ) -> None:
     path = folder(start, tmp_path / "carried", rope_theta=37.0)
     write_manifest(str(path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_adapter.rank.plan import Stop
+from engine_adapter.rank.plan import CancelToken
 from engine_adapter.rank.readback import PIECE_BYTES, parameter_digest, parameter_digests, region_digest_until
 from transports.base import Box
 from transports.digest import region_digest, tensor_digest
@@ -19,7 +19,7 @@ class Asked:
 
     def __init__(self, last: int) -> None:
         self.looks, self._last = 0, last
-        self.stop = Stop(lambda: False, 1.0, self._now)
+        self.stop = CancelToken(lambda: False, 1.0, self._now)
 
     def _now(self) -> float:
         self.looks += 1
@@ -46,7 +46,7 @@ def large(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 )
 def test_pieces_add_up_to_one_pass(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = large(*shape, dtype=dtype)
-    stop = Stop(lambda: False, FOREVER, lambda: 0.0)
+    stop = CancelToken(lambda: False, FOREVER, lambda: 0.0)
     for piece_bytes in (512, 4096, 10_000):
         assert parameter_digest(tensor, stop, piece_bytes) == tensor_digest(tensor)
 
@@ -56,7 +56,7 @@ def test_pieces_of_a_region_add_up_whatever_its_strides(transposed: bool) -> Non
     shape, box = (300, 300), Box((7, 51), (290, 201))
     whole = large(*shape)
     region = whole.t().contiguous().t()[box.slices()] if transposed else whole[box.slices()]
-    stop = Stop(lambda: False, FOREVER, lambda: 0.0)
+    stop = CancelToken(lambda: False, FOREVER, lambda: 0.0)
     assert region_digest_until(region, shape, "BF16", box, stop, 4096) == region_digest(region, shape, "BF16", box)
 
 

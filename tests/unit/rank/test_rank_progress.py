@@ -11,9 +11,9 @@ import torch
 from engine_adapter.placement.atoms import make_cuts
 from engine_adapter.placement.declared.rules import Rules
 from engine_adapter.rank.agent import RankAgent
-from engine_adapter.rank.channel import ChannelError, Frame, FrameKind, FrontChannel, RankChannel, Staged
+from engine_adapter.rank.channel import BytesStaged, ChannelError, Frame, FrameKind, FrontChannel, RankChannel
 from engine_adapter.rank.main import RankProcess
-from engine_adapter.rank.messages import RankPlan, RankStage, RankStatus, RankVerify, Refused
+from engine_adapter.rank.messages import RankPlan, RankRefused, RankStage, RankStatus, RankVerify
 from engine_adapter.rank.staging import EVERY_S, Meter
 from engine_adapter.replica.ranks import RankCalls, RankLine
 from engine_adapter.testing.bare import BareEngine
@@ -51,8 +51,8 @@ def test_a_rank_tells_while_it_stages() -> None:
 
 
 def test_what_a_rank_tells_reaches_its_front() -> None:
-    async def main() -> list[tuple[int, Staged]]:
-        heard: list[tuple[int, Staged]] = []
+    async def main() -> list[tuple[int, BytesStaged]]:
+        heard: list[tuple[int, BytesStaged]] = []
         ours, theirs = socket.socketpair()
         calls = RankCalls(on_staged=lambda rank, staged: heard.append((rank, staged)))
         reading = asyncio.create_task(calls.read(RankLine(4, await FrontChannel.over(ours))))
@@ -64,7 +64,7 @@ def test_what_a_rank_tells_reaches_its_front() -> None:
             await reading
         return heard
 
-    assert asyncio.run(main()) == [(4, Staged(3, 100)), (4, Staged(3, 200))]
+    assert asyncio.run(main()) == [(4, BytesStaged(3, 100)), (4, BytesStaged(3, 200))]
 
 
 class Narrow(RankChannel):
@@ -87,6 +87,6 @@ def test_an_answer_that_is_too_long_is_a_refusal() -> None:
     rank.server.answer(Frame.of(FrameKind.CALL, 7, "status", RankStatus()))
     answer = front.receive()
     assert (answer.header.kind, answer.header.id) == (FrameKind.REFUSED, 7)
-    assert wire.decode(Refused, answer.body).failures[0].code == "body_too_large"
+    assert wire.decode(RankRefused, answer.body).failures[0].code == "body_too_large"
     ours.close()
     theirs.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine_adapter.base import Parameter
-from engine_adapter.rank.spare import Spare
+from engine_adapter.rank.spare import RankSpare
 from transports.testing import refused
 from updater.core.participant import SpareState
 from updater.core.policy import InstallMode
@@ -35,9 +35,9 @@ class Model:
         return [t.flatten()[0].item() for t in self.bound.values()]
 
 
-def model() -> tuple[Model, Spare]:
+def model() -> tuple[Model, RankSpare]:
     made = Model(a=torch.zeros(3, 4), b=torch.zeros(5, dtype=torch.bfloat16), c=torch.zeros(4, 3).t())
-    spare = Spare(made.parameters, chunk_bytes=16)
+    spare = RankSpare(made.parameters, chunk_bytes=16)
     for tensor in spare.spare.values():
         tensor.fill_(1)
     return made, spare
@@ -46,7 +46,7 @@ def model() -> tuple[Model, Spare]:
 def test_spare_tensors_look_like_the_live_ones() -> None:
     wide = torch.zeros(4, 8)
     made = Model(a=torch.zeros(3, 4), t=torch.zeros(4, 3).t(), s=torch.zeros(()), e=torch.zeros(0, 2), g=wide[:, :5])
-    spare = Spare(made.parameters)
+    spare = RankSpare(made.parameters)
     for name, live in spare.live.items():
         other = spare.spare[name]
         assert (other.shape, other.stride(), other.dtype) == (live.shape, live.stride(), live.dtype)
@@ -135,7 +135,7 @@ def test_poison_is_seen_in_every_float_dtype() -> None:
     made = Model(
         **{name: torch.zeros(3, dtype=getattr(torch, name)) for name in names}, i=torch.zeros(2, dtype=torch.int8)
     )
-    spare = Spare(made.parameters)
+    spare = RankSpare(made.parameters)
     spare.poison()
     assert all(spare.spare[name].float().isnan().all() for name in names)
     assert spare.spare["i"].tolist() == [-1, -1]
@@ -144,7 +144,7 @@ def test_poison_is_seen_in_every_float_dtype() -> None:
 
 def test_a_spare_on_the_host_is_exchanged_and_never_bound() -> None:
     made = Model(a=torch.arange(5.0), b=torch.ones(3, 3))
-    spare = Spare(made.parameters, chunk_bytes=16, on_host=True)
+    spare = RankSpare(made.parameters, chunk_bytes=16, on_host=True)
     live = dict(made.bound)
     for tensor in spare.spare.values():
         tensor.fill_(7)
@@ -160,10 +160,10 @@ def test_a_spare_on_the_host_is_exchanged_and_never_bound() -> None:
 def test_shared_or_expanded_memory_is_refused() -> None:
     base = torch.zeros(8)
     with refused("placement_refused"):
-        Spare(Model(a=base, b=base[:4]).parameters)
+        RankSpare(Model(a=base, b=base[:4]).parameters)
     with refused("placement_refused"):
-        Spare(Model(a=torch.zeros(1).expand(4)).parameters)
-    Spare(Model(a=base[:4], b=base[4:]).parameters)
+        RankSpare(Model(a=torch.zeros(1).expand(4)).parameters)
+    RankSpare(Model(a=base[:4], b=base[4:]).parameters)
 
 
 def test_fingerprint_and_sleep() -> None:

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_adapter.replica.admission import Limits
-from engine_adapter.replica.app import ReplicaFace
+from engine_adapter.replica.app import ReplicaApp
 from engine_adapter.replica.front import Front
-from engine_adapter.replica.interfaces import Deadlines
-from engine_adapter.replica.life import STANDALONE, FrontLife, Membership
+from engine_adapter.replica.interfaces import WorkDeadlines
+from engine_adapter.replica.lifecycle import STANDALONE, Membership, ReplicaLifecycle
 from engine_adapter.testing.fronts import code_of
 from engine_adapter.vllm.reload.ranks import NAME, WARNINGS, ReloadControl, ReloadRanks, make_hellos
 from engine_adapter.vllm.traffic.gate import VllmGate
@@ -134,14 +134,14 @@ class World:
         control = ReloadControl(self.client)
         self.gate = VllmGate(control.abort, Limits(wait_s=0.01))
         self.hellos = make_hellos(2, self.device, ModelDocument(), ("why",))
-        roots, deadlines = (str(self.home),), Deadlines(commit_s=60.0)
+        roots, deadlines = (str(self.home),), WorkDeadlines(commit_s=60.0)
         self.ranks = ReloadRanks(
             control, self.gate, str(self.start), roots, self.hellos, reload_s=self.reload_s, deadlines=deadlines
         )
-        self.face = ReplicaFace("r0", self.gate)
+        self.face = ReplicaApp("r0", self.gate)
         membership = Membership("r0", "http://r0", str(self.start))
         everything: Any = self.ranks
-        self.life = FrontLife(membership, everything, self.gate, self.face)
+        self.life = ReplicaLifecycle(membership, everything, self.gate, self.face)
 
     @property
     def front(self) -> Front:

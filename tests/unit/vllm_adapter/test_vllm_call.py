@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from engine_adapter.vllm.traffic.call import Call
+from engine_adapter.vllm.traffic.call import EngineCall
 
 
 class Engine:
@@ -20,7 +20,7 @@ class Engine:
         self.noted: list[int] = []
         self._last, self._breaks = last, breaks
         self._may = asyncio.Semaphore(0)
-        self.call = Call(self._outputs(), self._note, self._end)
+        self.call = EngineCall(self._outputs(), self._note, self._end)
 
     def make(self, count: int) -> None:
         for _ in range(count):

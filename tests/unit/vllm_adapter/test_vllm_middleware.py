@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from engine_adapter.replica.replies import Span, Wanted
 from engine_adapter.vllm.traffic.middleware import VersionMiddleware
-from engine_adapter.vllm.traffic.replies import Part, Reply, current_reply
+from engine_adapter.vllm.traffic.replies import CallPart, Reply, current_reply
 from updater.core.errors import Failure, Unavailable
 from updater.core.version import Version
 
@@ -368,6 +368,6 @@ def test_a_pooled_output_was_made_by_the_version_at_dispatch() -> None:
         num_cached_tokens = 0
         finished = True
 
-    part = Part()
+    part = CallPart()
     part.take(Pooled(), "0-2")
     assert part.sequences == {0: (Span("0-2", 0, 0),)}

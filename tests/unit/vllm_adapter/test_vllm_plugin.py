@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from engine_adapter.replica.app import ReplicaFace
+from engine_adapter.replica.app import ReplicaApp
 from engine_adapter.vllm.plugin import LiveweightsPlugin
 from engine_adapter.vllm.settings import PREFIX, VllmSettings
 from engine_adapter.vllm.traffic.gate import VllmGate
@@ -29,7 +29,7 @@ def plugin(tokens: Tokens) -> FastAPI:
     app, made = FastAPI(), LiveweightsPlugin()
     made.attach_router(app)
     replica: Any = SimpleNamespace(settings=VllmSettings(replica="r", url=URL, tokens=tokens))
-    replica.face = ReplicaFace("r", VllmGate(abort))
+    replica.face = ReplicaApp("r", VllmGate(abort))
     made._replica = replica
     return app
 

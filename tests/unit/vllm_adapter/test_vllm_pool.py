@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from engine_adapter.hosted.pool import Attach, AttachedPool
-from engine_adapter.rank.channel import ChannelClosed, Frame, FrameKind, Label, RankChannel, Staged
+from engine_adapter.rank.channel import BytesStaged, ChannelClosed, Frame, FrameKind, RankChannel, RankLabel
 from engine_adapter.rank.host import RankServer
 from engine_adapter.rank.messages import (
-    Hello,
     RankDiscard,
     RankDone,
+    RankHello,
     RankInstall,
     RankInvalidate,
     RankInvalidateReply,
@@ -66,9 +66,9 @@ class Rank:
             raise LiveweightsError(Failure("rank_failed", "on order"))
         if verb == "build":
             info = RankInfo(self.number, os.getpid(), 1, 8, "cpu")
-            return Hello(info, self.size, "vllm", Capabilities(cells=()), "")
+            return RankHello(info, self.size, "vllm", Capabilities(cells=()), "")
         if verb == "discard" and self.holds is not None and self.server is not None:
-            self.server.event("staged", Staged(request.serial, 0))
+            self.server.event("staged", BytesStaged(request.serial, 0))
             self.holds.wait(60)
         if verb == "pause":
             return RankPauseReply(1, "", request.serial, False)
@@ -142,7 +142,7 @@ class World:
     pool: AttachedPool
     log: list[Any]
     deaths: list[Failure]
-    staged: list[tuple[int, Staged]]
+    staged: list[tuple[int, BytesStaged]]
     heard: asyncio.Event  # a rank told how far it has staged
 
 
@@ -150,10 +150,10 @@ def run(main: Callable[[World], Awaitable[None]], size: int = 2, **client: Any) 
     async def bounded() -> None:
         log: list[Any] = []
         deaths: list[Failure] = []
-        staged: list[tuple[int, Staged]] = []
+        staged: list[tuple[int, BytesStaged]] = []
         heard = asyncio.Event()
 
-        def told(rank: int, done: Staged) -> None:
+        def told(rank: int, done: BytesStaged) -> None:
             staged.append((rank, done))
             heard.set()
 
@@ -285,7 +285,7 @@ def test_bytes_come_before_the_label_and_both_before_the_namespace() -> None:
         await world.pool.call("restore", RankRestore(3, 1, "0-2", "cd"), deadline_s=20)
         assert world.log[2:] == [("label", "0-2"), ("relabelled", "0-2", "cd", CachePolicy.RESET)]
         world.log.clear()
-        await world.pool.call("label", Label("0-4", "ef"), deadline_s=20)
+        await world.pool.call("label", RankLabel("0-4", "ef"), deadline_s=20)
         assert world.log[2:] == [("label", "0-4"), ("relabelled", "0-4", "ef", CachePolicy.RESET)]
 
     run(main)
@@ -365,9 +365,9 @@ def test_how_far_a_rank_has_staged_is_heard() -> None:
         await world.pool.start(20)
         server = world.client.ranks[1].server
         assert server is not None
-        server.event("staged", Staged(3, 100))
+        server.event("staged", BytesStaged(3, 100))
         await world.heard.wait()
-        assert world.staged == [(1, Staged(3, 100))]
+        assert world.staged == [(1, BytesStaged(3, 100))]
 
     run(main)
 

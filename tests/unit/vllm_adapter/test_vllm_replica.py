@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from engine_adapter.replica.app import ReplicaFace
-from engine_adapter.replica.life import FrontLife, Membership
+from engine_adapter.replica.app import ReplicaApp
+from engine_adapter.replica.lifecycle import Membership, ReplicaLifecycle
 from engine_adapter.vllm.replica import VllmReplica
 from engine_adapter.vllm.traffic.gate import VllmGate
 from updater.core.errors import Aborted, Failure, Rejected, Unavailable
@@ -59,7 +59,7 @@ def test_a_join_that_fails_says_why_whatever_was_raised(error: Exception, code: 
 
         replica: Any = VllmReplica.__new__(VllmReplica)
         replica.settings = SimpleNamespace(start_s=5.0, replica="r")
-        replica.face = ReplicaFace("r", VllmGate(abort))
+        replica.face = ReplicaApp("r", VllmGate(abort))
         told: list[Any] = []
         replica._pool, replica._life = Pool(error), SimpleNamespace(refuse=told.append, keep_asking=lambda: None)
         replica.begin()
@@ -82,10 +82,10 @@ def test_a_server_that_stays_up_without_a_front_goes_on_asking_its_coordinator_i
         asked = Asked()
         replica: Any = VllmReplica.__new__(VllmReplica)
         replica.settings = SimpleNamespace(start_s=5.0, stop_s=5.0, replica="r")
-        replica.face = ReplicaFace("r", gate := VllmGate(abort))
+        replica.face = ReplicaApp("r", gate := VllmGate(abort))
         pool: Any = Pool(Rejected(why))
         membership = Membership("r", "http://r.test", "m", "http://coordinator.test", transport=asked)
-        replica._pool, replica._life = pool, FrontLife(membership, pool, gate, replica.face)
+        replica._pool, replica._life = pool, ReplicaLifecycle(membership, pool, gate, replica.face)
         replica.begin()
         await asked.called.wait()
         assert asked.calls == [("POST", "/v1/fleet/replicas")]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_adapter.vllm.twins.equal import Comparison
+from engine_adapter.vllm.twins.equal import StateComparison
 from engine_adapter.vllm.twins.layer import ProcessedLayer
 from engine_adapter.vllm.twins.layers import may_be_packed, shared
 from engine_adapter.vllm.twins.state import LayerTwin
@@ -233,7 +233,7 @@ A = torch.tensor([1.0, float("nan")])
     ],
 )
 def test_states_are_compared_to_the_last_byte(first: object, second: object, equal: bool) -> None:
-    found = Comparison()
+    found = StateComparison()
     found.compare(first, second, "state")
     assert (found.differing == []) is equal
     assert found.opaque == []
@@ -242,7 +242,7 @@ def test_states_are_compared_to_the_last_byte(first: object, second: object, equ
 def test_objects_that_point_at_each_other_are_compared_once() -> None:
     first, second = Kernel(A), Kernel(A.clone())
     first.owner, second.owner = [first], [second]  # type: ignore[attr-defined]
-    found = Comparison()
+    found = StateComparison()
     found.compare(first, second, "state")
     assert found.differing == []
 

@@ -28,19 +28,19 @@ _GONE = 1000  # how many of the last that were removed or replaced are remembere
 _REQUEST = "id, serial, kind, body_hash, body, created, receipt, facts"
 
 
-class JournalFailed(LiveweightsError):
+class JournalError(LiveweightsError):
     """The journal could not be written or read. The coordinator stops; what was appended last is unknown to it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Failure("journal_failed", message))
 
 
-class OwnershipLost(JournalFailed):
+class OwnershipLost(JournalError):
     """Another coordinator took the fleet over: this one may do nothing more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RequestRow:
     """A request that was taken in. `serial` 0: it ended before its turn came. `receipt`: JSON text, or None while
     it runs. `facts`: what its vote settled, as JSON text, or None before it.
     """
@@ -56,7 +56,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class KnownReplica:
     """A replica as it joined last."""
 
     replica: str
@@ -74,15 +74,17 @@ class Entry:
 
 
 class Journal:
-    """One fleet's journal in `folder`. Every method raises JournalFailed; after that every further call does.
+    """One fleet's journal in `folder`. Every method raises JournalError; after that every further call does.
 
-    Opening one may raise JournalRefused. `new`: there was none in the folder.
+    Opening one may raise JournalRefused. `new`: there was none in the folder. `on_error`: called with the first error,
+    before it is raised.
     """
 
     def __init__(self, folder: Path, fleet: str) -> None:
         self._fleet = fleet
         self._owner: tuple[int, str] | None = None
         self._broken = ""
+        self.on_error: Callable[[JournalError], None] = lambda _error: None
         with self._guarded():
             self._files = ManifestFiles(folder / "manifests")
             # One thread at a time uses the connection: the loop of the coordinator that owns it.
@@ -167,7 +169,7 @@ class Journal:
 
     # -- requests and receipts
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: RequestRow) -> None:
         """Take a request in, before anything is sent because of it."""
         with self._owned() as db:
             db.execute(
@@ -197,15 +199,15 @@ class Journal:
             if changed != 1:
                 raise OSError(f"no request {request_id!r}")
 
-    def request(self, request_id: str) -> Request | None:
+    def request(self, request_id: str) -> RequestRow | None:
         rows = self._read(f"SELECT {_REQUEST} FROM requests WHERE id = ?", request_id)
-        return Request(*rows[0]) if rows else None
+        return RequestRow(*rows[0]) if rows else None
 
-    def requests(self, *, limit: int = 1000, running: bool = False) -> tuple[Request, ...]:
+    def requests(self, *, limit: int = 1000, running: bool = False) -> tuple[RequestRow, ...]:
         """Newest first; `running`: only those without a receipt."""
         where = "WHERE receipt IS NULL" if running else ""
         return tuple(
-            Request(*row)
+            RequestRow(*row)
             for row in self._read(f"SELECT {_REQUEST} FROM requests {where} ORDER BY seq DESC LIMIT ?", limit)
         )
 
@@ -261,13 +263,14 @@ class Journal:
         if not manifest:
             return record
         kept = self.manifest(manifest)
-        if kept is None:
-            raise JournalFailed(f"manifest {manifest} is missing")
+        with self._guarded():
+            if kept is None:
+                raise OSError(f"manifest {manifest} is missing")
         return replace(record, manifest=kept)
 
     # -- members
 
-    def put_member(self, member: Member) -> None:
+    def put_member(self, member: KnownReplica) -> None:
         """Another incarnation of the same replica is gone by that."""
         with self._owned() as db:
             values = (member.replica, member.incarnation, member.url, member.config_hash)
@@ -294,8 +297,8 @@ class Journal:
         """(replica, incarnation) of the last that were removed or replaced, the oldest first."""
         return tuple((row[0], row[1]) for row in self._read("SELECT replica, incarnation FROM gone ORDER BY seq"))
 
-    def members(self) -> tuple[Member, ...]:
-        return tuple(Member(*row) for row in self._read("SELECT * FROM members ORDER BY replica"))
+    def members(self) -> tuple[KnownReplica, ...]:
+        return tuple(KnownReplica(*row) for row in self._read("SELECT * FROM members ORDER BY replica"))
 
     # -- manifests
 
@@ -341,15 +344,21 @@ class Journal:
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         if self._broken:
-            raise JournalFailed(self._broken)
+            raise JournalError(self._broken)
         try:
             yield
-        except JournalFailed as lost:
-            self._broken = str(lost)
+        except JournalError as lost:
+            self._fail(lost)
             raise
         except (sqlite3.Error, OSError) as error:
-            self._broken = f"{type(error).__name__}: {error}"
-            raise JournalFailed(self._broken) from error
+            broken = JournalError(f"{type(error).__name__}: {error}")
+            self._fail(broken)
+            raise broken from error
+
+    def _fail(self, error: JournalError) -> None:
+        if not self._broken:  # else it was told by a call inside this one
+            self._broken = str(error)
+            self.on_error(error)
 
     @contextmanager
     def _owned(self) -> Iterator[sqlite3.Connection]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from updater.coordinator.journal.journal import JournalFailed
+from updater.coordinator.journal.journal import JournalError
 from updater.core.errors import LiveweightsError, refuse
 from updater.settings import OLD_STATE, Settings
 
@@ -32,7 +32,7 @@ class StateFolder:
     @classmethod
     def open(cls, settings: Settings, *, take_over: bool = False) -> Self:
         """Raises LiveweightsError: `state_in_use` if a living process has it, unless `take_over`; `state_ambiguous` if
-        the journal lies where 0.1.0 looked for it, JournalFailed if there can be no folder."""
+        the journal lies where 0.1.0 looked for it, JournalError if there can be no folder."""
         path = settings.state_folder
         if not settings.state_given:
             _check_old(path)
@@ -40,7 +40,7 @@ class StateFolder:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             return cls(path, _taken(path) if take_over else _locked(path))
         except OSError as error:
-            raise JournalFailed(f"the state folder {path} cannot be used: {error.strerror}") from None
+            raise JournalError(f"the state folder {path} cannot be used: {error.strerror}") from None
 
     def close(self) -> None:
         os.close(self._lock)

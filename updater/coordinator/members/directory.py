@@ -26,7 +26,7 @@ _log = logging.getLogger("liveweights.coordinator")
 
 
 @dataclass(slots=True, eq=False)
-class Contact:
+class MemberHandle:
     """One replica as a process: how to reach it, and what it last said. `missed`: tries in a row without an answer.
     `acknowledged`: how often it acknowledged that it is open.
     """
@@ -38,17 +38,17 @@ class Contact:
     acknowledged: int = 0
 
 
-class Directory:
+class MemberDirectory:
     """Contacts by replica id. Nothing is decided here."""
 
     def __init__(self) -> None:
-        self._contacts: dict[str, Contact] = {}
+        self._contacts: dict[str, MemberHandle] = {}
 
     def participant(self, replica: str) -> Participant | None:
         contact = self._contacts.get(replica)
         return contact.participant if contact is not None else None
 
-    def get(self, replica: str) -> Contact | None:
+    def get(self, replica: str) -> MemberHandle | None:
         return self._contacts.get(replica)
 
     def descriptions(self, members: Iterable[Member]) -> dict[str, Description | None]:
@@ -56,11 +56,11 @@ class Directory:
         contacts = {member.replica: self.get(member.replica) for member in members}
         return {replica: each.description if each is not None else None for replica, each in contacts.items()}
 
-    def put(self, replica: str, contact: Contact) -> None:
+    def put(self, replica: str, contact: MemberHandle) -> None:
         """From now on this is how the replica is reached. Closing the one it replaces is the caller's."""
         self._contacts[replica] = contact
 
-    def remove(self, replica: str) -> Contact | None:
+    def remove(self, replica: str) -> MemberHandle | None:
         return self._contacts.pop(replica, None)
 
     async def close(self) -> None:
@@ -117,7 +117,7 @@ class Directory:
         bare = [contact for contact in contacts if contact.status is not None and contact.description is None]
         await asyncio.gather(*(self._describe(contact, seconds) for contact in bare))
 
-    async def _describe(self, contact: Contact, seconds: float) -> None:
+    async def _describe(self, contact: MemberHandle, seconds: float) -> None:
         try:
             contact.description = await contact.participant.call("describe", StatusRequest(), seconds)
         except (Refusal, Unreachable):
@@ -169,12 +169,12 @@ class Directory:
         )
 
 
-class Probe:
+class FailureDetector:
     """Asks every member for its status at an interval, so that a dead replica is noticed without an update."""
 
     def __init__(
         self,
-        directory: Directory,
+        directory: MemberDirectory,
         clock: Clock,
         deadlines: Deadlines,
         members: Callable[[], tuple[Member, ...]],
@@ -228,7 +228,7 @@ class ProgressPoll:
 
     def __init__(
         self,
-        directory: Directory,
+        directory: MemberDirectory,
         clock: Clock,
         status_s: float,
         replicas: Callable[[], Iterable[str]],

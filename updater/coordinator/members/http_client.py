@@ -85,7 +85,7 @@ class _Line:
         return self.usable()
 
 
-class Client:
+class FrontClient:
     """Posts to one server. Safe for concurrent calls: each has a connection to itself.
 
     Raises `BROKEN` errors, TooLong, ConnectionRefusedError where no process listens; after an error the connection is

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from updater.coordinator.clock import Clock
-from updater.coordinator.desk import Desk
-from updater.coordinator.journal.journal import Journal, Member
+from updater.coordinator.journal.journal import Journal, KnownReplica
 from updater.coordinator.machine import Machine
-from updater.coordinator.members.directory import Contact, Directory
+from updater.coordinator.members.directory import MemberDirectory, MemberHandle
 from updater.coordinator.members.models import Models
 from updater.coordinator.members.participants import Barred, Participant, ParticipantFactory, Refusal, Unreachable
+from updater.coordinator.update_service import UpdateService
 from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.core.fleet import events as ev
 from updater.core.fleet.effects import Denied
@@ -35,16 +35,16 @@ _KEY_HINT = (
 REFUSED_S, KEPT = 60.0, 1000
 
 
-class Joins:
+class MembershipService:
     """Every method may raise LiveweightsError. Two joins of one id wait for each other."""
 
     def __init__(
         self,
         make: ParticipantFactory,
-        directory: Directory,
+        directory: MemberDirectory,
         journal: Journal,
         machine: Machine,
-        desk: Desk,
+        desk: UpdateService,
         deadlines: Deadlines,
         clock: Clock,
     ) -> None:
@@ -84,7 +84,7 @@ class Joins:
                 old_gone = await self._old_gone(replica)
                 differs = await self._models.differs(self._machine.state, description)
                 self._desk.must_run()
-                self._take_in(replica, Contact(participant, description, description.status), old_gone, differs)
+                self._take_in(replica, MemberHandle(participant, description, description.status), old_gone, differs)
             except BaseException:
                 await participant.close()
                 raise
@@ -121,7 +121,9 @@ class Joins:
         except ValueError as error:
             raise self._desk.error(Failure("bad_request", str(error), replica=replica)) from None
 
-    def _take_in(self, replica: str, contact: Contact, old_gone: bool, differs: tuple[Failure, ...] | None) -> None:
+    def _take_in(
+        self, replica: str, contact: MemberHandle, old_gone: bool, differs: tuple[Failure, ...] | None
+    ) -> None:
         """Nothing is awaited between the machine's answer and the contact that its messages go to."""
         if contact.description is None:
             raise ValueError("a joiner has to be described")
@@ -136,8 +138,7 @@ class Joins:
                 self._directory.remove(replica)
             raise self._desk.error(*answer.failures)
         # A crash before this line loses nothing: a front that was not admitted asks again.
-        with self._machine.journaled():
-            self._journal.put_member(remembered(contact))
+        self._journal.put_member(remembered(contact))
         if before is not None:
             self._close_soon(before.participant)
 
@@ -175,13 +176,13 @@ class Joins:
             )
         return replace(description, url=url)
 
-    async def named(self, replica: str, url: str, contact: Contact) -> Member:
+    async def named(self, replica: str, url: str, contact: MemberHandle) -> KnownReplica:
         """A front that an operator named. One that does not answer is adopted too, as whatever it turns out to be."""
         try:
             description = await self.describe(replica, url, contact.participant)
         except Unavailable as silence:
             _log.warning("adopted without an answer: %s", silence)
-            return Member(replica, "", url)
+            return KnownReplica(replica, "", url)
         contact.description, contact.status = description, description.status
         return remembered(contact)
 
@@ -210,8 +211,7 @@ class Joins:
         answer = self._machine.ask(ev.Left(replica, confirm_dead))
         if isinstance(answer, Denied):
             raise self._desk.error(*answer.failures)
-        with self._machine.journaled():
-            self._journal.remove_member(replica)
+        self._journal.remove_member(replica)
         gone = self._directory.remove(replica)
         if gone is not None:
             await gone.participant.close()
@@ -221,13 +221,13 @@ def _with_key_hint(failure: Failure, url: str) -> Failure:
     return replace(failure, hint=_KEY_HINT.format(url)) if failure.code in ("unauthorized", "forbidden") else failure
 
 
-def remembered(contact: Contact) -> Member:
+def remembered(contact: MemberHandle) -> KnownReplica:
     """What the journal keeps of a described front."""
     description = contact.description
     if description is None:
         raise ValueError("not described")
     status = description.status
-    return Member(status.replica, status.incarnation, contact.participant.url, description.config_hash)
+    return KnownReplica(status.replica, status.incarnation, contact.participant.url, description.config_hash)
 
 
 #: More than any operator reads; one more replaces the one that was heard of least recently.

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from updater.coordinator.members.directory import Directory
+from updater.coordinator.members.directory import MemberDirectory
 from updater.coordinator.members.participants import Refusal, Unreachable
 from updater.core.dtypes import differing, fingerprint
 from updater.core.errors import Failure, Rejected, Unavailable
-from updater.core.fleet.state import FleetState
+from updater.core.fleet.state import Fleet
 from updater.core.participant import Description, StatusRequest, same_definition
 from updater.protocol import wire
 from updater.protocol.answers import DtypesState
@@ -37,10 +37,10 @@ def document_of(description: Description | None) -> ModelDocument | None:
 class Models:
     """Asks what is not known yet, of members that a restarted coordinator has not seen described. Decides nothing."""
 
-    def __init__(self, directory: Directory, seconds: float) -> None:
+    def __init__(self, directory: MemberDirectory, seconds: float) -> None:
         self._directory, self._seconds = directory, seconds
 
-    async def of_fleet(self, state: FleetState, without: str = "") -> tuple[str, ModelDocument] | None:
+    async def of_fleet(self, state: Fleet, without: str = "") -> tuple[str, ModelDocument] | None:
         """(replica, document) of the first member that says one: all members run on the same."""
         others = [member for member in state.members if member.replica != without]
         for member in sorted(others, key=lambda each: each.shut):
@@ -61,7 +61,7 @@ class Models:
             contact.description = replace(answer, url=contact.participant.url)
         return contact.description
 
-    async def differs(self, state: FleetState, joiner: Description) -> tuple[Failure, ...] | None:
+    async def differs(self, state: Fleet, joiner: Description) -> tuple[Failure, ...] | None:
         """Why `joiner` cannot be of this fleet: every key in which its config, tokenizer or quantisation is not that of
         the others. None: it could not be compared, and the hashes have to do.
         """
@@ -76,7 +76,7 @@ class Models:
             _log.warning("%s joins: %s", replica, text)
         return tuple(replace(failure, replica=replica, hint=_HINT) for failure in found.refused)
 
-    def _warn(self, state: FleetState, joiner: Description) -> None:
+    def _warn(self, state: Fleet, joiner: Description) -> None:
         mine, replica = joiner.config_hash, joiner.status.replica
         others = {member.config_hash for member in state.members if member.replica != replica} - {""}
         if not others:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from updater.coordinator.members.http_client import BROKEN, Client, TooLong
+from updater.coordinator.members.http_client import BROKEN, FrontClient, TooLong
 from updater.core.errors import Failure
 from updater.core.participant import MESSAGES
 from updater.protocol import problems, wire
@@ -74,7 +74,7 @@ class HttpParticipant:
 
     def __init__(self, replica: str, url: str, token: str = "", networks: Networks | None = None) -> None:
         self._replica, self._url = replica, announced(url)
-        self._client = Client(self._url, front_key(token, replica, self._url), networks)
+        self._client = FrontClient(self._url, front_key(token, replica, self._url), networks)
 
     @property
     def url(self) -> str:

@@ -22,7 +22,7 @@ from updater.core.fleet.events import Begin
 from updater.core.fleet.flow import Moved, current, enter, present, undo
 from updater.core.fleet.members import left_behind
 from updater.core.fleet.requests import first_word, join_request, live
-from updater.core.fleet.state import FleetState, Member, Phase, Published, Standing, Transaction
+from updater.core.fleet.state import Fleet, Member, Phase, Published, Standing, Transaction
 from updater.core.participant import DiskOffer, Kind, Offer, Seats, StreamOffer
 from updater.core.policy import CommitMode, OnBusy, conflict
 from updater.core.version import START, Version
@@ -31,7 +31,7 @@ from updater.core.version import START, Version
 QUEUE_LIMIT = 16
 
 
-def begin(state: FleetState, event: Begin) -> Moved:
+def begin(state: Fleet, event: Begin) -> Moved:
     """A client's begin. While a coordinator with history still listens for fronts, the begin waits in the queue."""
     if state.phase is Phase.IDLE and not state.starting and not (state.listening and state.live is not None):
         failures = refusals(state, event)
@@ -46,7 +46,7 @@ def _gives_way(active: Transaction, event: Begin) -> bool:
     return active.kind is Kind.CATCH_UP or (active.gives_way and not event.dry_run)
 
 
-def _begin_later(state: FleetState, event: Begin) -> Moved:
+def _begin_later(state: Fleet, event: Begin) -> Moved:
     """Wait, or take the place of a running update. What a catch-up or a dry run does can wait, so neither makes a
     client wait that publishes.
     """
@@ -75,7 +75,7 @@ def _begin_later(state: FleetState, event: Begin) -> Moved:
 # --- checks
 
 
-def refusals(state: FleetState, event: Begin) -> tuple[Failure, ...]:
+def refusals(state: Fleet, event: Begin) -> tuple[Failure, ...]:
     """The failures for which this update cannot begin now; empty if it can."""
     if state.hold is not None:
         return (state.hold,)
@@ -94,7 +94,7 @@ def refusals(state: FleetState, event: Begin) -> tuple[Failure, ...]:
     return (problem,) if problem else ()
 
 
-def candidates(state: FleetState, kind: Kind) -> tuple[Member, ...]:
+def candidates(state: Fleet, kind: Kind) -> tuple[Member, ...]:
     """The members that take part: those that serve, and for an update also those that join. Members that are not led
     yet are left out.
     """
@@ -102,7 +102,7 @@ def candidates(state: FleetState, kind: Kind) -> tuple[Member, ...]:
     return tuple(member for member in state.members if member.standing in standings and not member.unled)
 
 
-def _blocks(state: FleetState, kind: Kind) -> list[Failure]:
+def _blocks(state: Fleet, kind: Kind) -> list[Failure]:
     """A silent member may be open on the old version. A joiner that was told to open is fenced by taking part, but a
     rollback leaves joiners out.
     """
@@ -117,7 +117,7 @@ def _blocks(state: FleetState, kind: Kind) -> list[Failure]:
     ]
 
 
-def wanted_version(state: FleetState, event: Begin) -> Version:
+def wanted_version(state: Fleet, event: Begin) -> Version:
     """The version an update asks for. A bare step is one of the current run, or of the next with `new_run`."""
     highest = state.highest
     run = event.run if event.run is not None else highest.run + 1 if event.policy.new_run else highest.run
@@ -126,7 +126,7 @@ def wanted_version(state: FleetState, event: Begin) -> Version:
     return Version(run, event.step)
 
 
-def _update_problem(state: FleetState, event: Begin) -> Failure | None:
+def _update_problem(state: Fleet, event: Begin) -> Failure | None:
     serving = live(state)
     if event.offer is None:
         return Failure("bad_request", "an update needs an offer")
@@ -154,7 +154,7 @@ def _expected_problem(event: Begin, serving: Label) -> Failure | None:
     return None
 
 
-def _rollback_problem(state: FleetState, event: Begin) -> Failure | None:
+def _rollback_problem(state: Fleet, event: Begin) -> Failure | None:
     target = state.rollback_to
     if target is None:
         return Failure("no_rollback", "the serving members hold no common previous version")
@@ -166,7 +166,7 @@ def _rollback_problem(state: FleetState, event: Begin) -> Failure | None:
 # --- beginning
 
 
-def start(state: FleetState, event: Begin) -> Moved:
+def start(state: Fleet, event: Begin) -> Moved:
     """Begin a checked update: it gets its serial, and its members are frozen."""
     target = state.rollback_to if event.kind is Kind.ROLLBACK else None
     members = candidates(state, event.kind)
@@ -200,7 +200,7 @@ def _seated(offer: Offer | None, members: tuple[Member, ...]) -> Offer | None:
     return replace(offer, seats=tuple(seats))
 
 
-def _launch(state: FleetState, update: Transaction, before: tuple[Effect, ...]) -> Moved:
+def _launch(state: Fleet, update: Transaction, before: tuple[Effect, ...]) -> Moved:
     state = replace(state, serial=update.serial, update=update)
     for member in present(state):
         # The plan's later fence kills a join or discard that is still on its way; a reply to it no longer counts.
@@ -213,7 +213,7 @@ def _launch(state: FleetState, update: Transaction, before: tuple[Effect, ...]) 
 # --- what IDLE does on its own
 
 
-def settle(state: FleetState) -> Moved:
+def settle(state: Fleet) -> Moved:
     """In IDLE: the next in the queue, the publication of `start`, admissions, one catch-up; in this order."""
     effects: tuple[Effect, ...] = ()
     while state.phase is Phase.IDLE and not state.starting and not state.listening and state.queue:
@@ -225,7 +225,7 @@ def settle(state: FleetState) -> Moved:
     return state, effects
 
 
-def _next_in_queue(state: FleetState) -> Moved:
+def _next_in_queue(state: Fleet) -> Moved:
     event, state = state.queue[0], replace(state, queue=state.queue[1:])
     failures = refusals(state, event)
     if failures:
@@ -234,7 +234,7 @@ def _next_in_queue(state: FleetState) -> Moved:
     return after, effects[1:]  # the client heard `Accepted` when the update was queued
 
 
-def never_began(state: FleetState, event: Begin, outcome: Outcome, failures: tuple[Failure, ...]) -> Finish:
+def never_began(state: Fleet, event: Begin, outcome: Outcome, failures: tuple[Failure, ...]) -> Finish:
     """End an update that waited in the queue and cannot begin any more."""
     version = None if event.kind is Kind.ROLLBACK else wanted_version(state, event)
     return Finish(
@@ -262,7 +262,7 @@ def never_began(state: FleetState, event: Begin, outcome: Outcome, failures: tup
     )
 
 
-def _admissions(state: FleetState) -> Moved:
+def _admissions(state: Fleet) -> Moved:
     if state.hold is not None:
         return state, ()
     joiners = [member for member in state.members if member.standing is Standing.JOINING and member.owed is None]
@@ -286,7 +286,7 @@ def _admissions(state: FleetState) -> Moved:
     return state, effects
 
 
-def _leads(state: FleetState, joiners: list[Member]) -> Moved:
+def _leads(state: Fleet, joiners: list[Member]) -> Moved:
     effects: tuple[Effect, ...] = ()
     for member in joiners:
         if member.unled:
@@ -295,7 +295,7 @@ def _leads(state: FleetState, joiners: list[Member]) -> Moved:
     return state, effects
 
 
-def _publish_start(state: FleetState, member: Member) -> Moved:
+def _publish_start(state: Fleet, member: Member) -> Moved:
     """The first join makes what it observed the version `start` of the fleet."""
     serial = state.serial + 1
     record = Record(
@@ -314,7 +314,7 @@ def _publish_start(state: FleetState, member: Member) -> Moved:
     return replace(state, serial=serial, starting=record), (Append(record),)
 
 
-def start_published(state: FleetState) -> FleetState:
+def start_published(state: Fleet) -> Fleet:
     """The record of `start` is durable. The replica that joined first may be gone; the fleet keeps its digest."""
     if state.starting is None:
         raise LookupError("no publication of start is under way")
@@ -324,14 +324,14 @@ def start_published(state: FleetState) -> FleetState:
     return replace(state, live=live, highest=max(state.highest, label.version), starting=None)
 
 
-def _join(state: FleetState, member: Member) -> Moved:
+def _join(state: Fleet, member: Member) -> Moved:
     serial = state.serial + 1
     send = join_request(state, serial, member)
     # Told to open, it may be serving whatever becomes of its answer.
     return replace(state.with_member(replace(member, owed=send, shut=False)), serial=serial), (send,)
 
 
-def _catch_up(state: FleetState, serving: Published, member: Member) -> Moved:
+def _catch_up(state: Fleet, serving: Published, member: Member) -> Moved:
     update = Transaction(
         update="",
         body_hash="",
@@ -349,6 +349,6 @@ def _catch_up(state: FleetState, serving: Published, member: Member) -> Moved:
     return _launch(state, update, ())
 
 
-def owner(state: FleetState, update: str) -> bool:
+def owner(state: Fleet, update: str) -> bool:
     """Whether `update` is the running one."""
     return state.update is not None and current(state).update == update and current(state).kind is not Kind.CATCH_UP

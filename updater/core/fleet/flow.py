@@ -21,30 +21,30 @@ from updater.core.fleet.effects import (
     SetDeadline,
 )
 from updater.core.fleet.requests import first_word, phase_request
-from updater.core.fleet.state import FleetState, Member, Phase, Published, Standing, Transaction
+from updater.core.fleet.state import Fleet, Member, Phase, Published, Standing, Transaction
 from updater.core.fleet.table import SKIPPED, TABLE, TIME_CODES, Row, backoff_s
 from updater.core.fleet.votes import collect, objection, record, result, verdict
 from updater.core.participant import Kind
 
-Moved = tuple[FleetState, tuple[Effect, ...]]
+Moved = tuple[Fleet, tuple[Effect, ...]]
 
 #: Reasons that come from a client: the update is aborted even if nothing was staged yet.
 CLIENT_REASONS = frozenset({"client_abort", "superseded", "lease_expired"})
 
 
-def current(state: FleetState) -> Transaction:
+def current(state: Fleet) -> Transaction:
     if state.update is None:
         raise LookupError(f"no update in phase {state.phase}")
     return state.update
 
 
-def present(state: FleetState) -> tuple[Member, ...]:
+def present(state: Fleet) -> tuple[Member, ...]:
     """Participants that are still members under the same incarnation."""
     named = [(state.member(replica), incarnation) for replica, incarnation in current(state).participants]
     return tuple(member for member, incarnation in named if member and member.incarnation == incarnation)
 
 
-def _member(state: FleetState, replica: str) -> Member:
+def _member(state: Fleet, replica: str) -> Member:
     member = state.member(replica)
     if member is None:
         raise LookupError(f"no member {replica}")
@@ -54,7 +54,7 @@ def _member(state: FleetState, replica: str) -> Member:
 # --- entering
 
 
-def enter(state: FleetState, phase: Phase) -> Moved:
+def enter(state: Fleet, phase: Phase) -> Moved:
     """Go to `phase` and ask for what its row asks for."""
     update = current(state)
     if phase in SKIPPED[update.kind]:
@@ -75,7 +75,7 @@ def enter(state: FleetState, phase: Phase) -> Moved:
     return begin_round(state) if row.verb else enter_ready(state)
 
 
-def begin_round(state: FleetState) -> Moved:
+def begin_round(state: Fleet) -> Moved:
     """Send the row's verb to all who have to answer it. Where the others go on without one that fails, one that is lost
     already is not waited for.
     """
@@ -97,19 +97,19 @@ def begin_round(state: FleetState) -> Moved:
     return after, (*timer, *sends, *effects)
 
 
-def _not_heard(state: FleetState, replica: str) -> tuple[Failure, ...]:
+def _not_heard(state: Fleet, replica: str) -> tuple[Failure, ...]:
     """The failure of a member that was lost before it was asked; none if the update records one already."""
     if any(failure.replica == replica for failure in current(state).failures):
         return ()
     return (Failure("replica_lost", "it does not answer", replica=replica),)
 
 
-def _out_of_reach(state: FleetState, member: Member) -> bool:
+def _out_of_reach(state: Fleet, member: Member) -> bool:
     """A quarantined member is not told to reopen or to drop anything: its ranks' state is not known."""
     return member.standing is Standing.QUARANTINED
 
 
-def enter_ready(state: FleetState) -> Moved:
+def enter_ready(state: Fleet) -> Moved:
     """READY: go on to the pause, or wait for the client's commit or for the back-off to end."""
     update = current(state)
     if update.attempt > 0:
@@ -119,21 +119,21 @@ def enter_ready(state: FleetState) -> Moved:
     return after, (ClearDeadline(), *effects)
 
 
-def pause_if_asked(state: FleetState) -> Moved:
+def pause_if_asked(state: Fleet) -> Moved:
     update = current(state)
     if state.phase is Phase.READY and update.commit_requested and not update.backing_off:
         return enter(state, Phase.PAUSING)
     return state, ()
 
 
-def _spend_spares(state: FleetState) -> FleetState:
+def _spend_spares(state: Fleet) -> Fleet:
     """Staging overwrites the rollback copy, and `rollback_to` says so from here on."""
     for member in present(state):
         state = state.with_member(replace(member, previous=None, spare_unknown=False))
     return state
 
 
-def _no_longer_shut(state: FleetState) -> FleetState:
+def _no_longer_shut(state: Fleet) -> Fleet:
     """Once told to reopen on a published version, a joiner may be serving whatever becomes of its answer."""
     for member in present(state):
         state = state.with_member(replace(member, shut=False))
@@ -143,7 +143,7 @@ def _no_longer_shut(state: FleetState) -> FleetState:
 # --- acknowledgements
 
 
-def acknowledge(state: FleetState, replica: str, reply: Any) -> Moved:
+def acknowledge(state: Fleet, replica: str, reply: Any) -> Moved:
     """`replica` answered the phase's verb."""
     update = current(state)
     problem = objection(state.phase, update, replica, reply)
@@ -160,7 +160,7 @@ def acknowledge(state: FleetState, replica: str, reply: Any) -> Moved:
     return after, (*effects, *more)
 
 
-def proceed(state: FleetState) -> Moved:
+def proceed(state: Fleet) -> Moved:
     """On to the next phase once no answer is waited for."""
     update, row = current(state), TABLE[state.phase]
     if update.waiting or update.recording:
@@ -188,7 +188,7 @@ def after_reopening(update: Transaction) -> Phase:
     return Phase.READY if update.retry else Phase.DISCARDING
 
 
-def recorded(state: FleetState) -> Moved:
+def recorded(state: Fleet) -> Moved:
     """The record of this phase is durable (I8): only now do ranks hear of it."""
     update, row = current(state), TABLE[state.phase]
     state = replace(state, update=replace(update, recording=False))
@@ -202,7 +202,7 @@ def recorded(state: FleetState) -> Moved:
     return begin_round(state) if row.verb else proceed(state)
 
 
-def _publish(state: FleetState) -> FleetState:
+def _publish(state: Fleet) -> Fleet:
     """The commit point: `live` changes here and nowhere else."""
     update, old = current(state), state.live
     if update.kind is Kind.ROLLBACK and state.before is not None and state.before.label == update.label:
@@ -216,14 +216,14 @@ def _publish(state: FleetState) -> FleetState:
     return replace(state, live=new, before=old)
 
 
-def _serves(state: FleetState, replica: str) -> Moved:
+def _serves(state: Fleet, replica: str) -> Moved:
     member = _member(state, replica)
     digest = current(state).digest
     serving = replace(member, standing=Standing.OK, live=digest, owed=None, shut=False, admitted=True)
     return state.with_member(serving), (Admit(replica),)
 
 
-def back_on_old(state: FleetState, replica: str) -> FleetState:
+def back_on_old(state: Fleet, replica: str) -> Fleet:
     """`replica` acknowledged the reopening: it serves the old version, or it is joining again if it was a joiner."""
     member = _member(state, replica)
     standing = Standing.OK if member.admitted else Standing.JOINING
@@ -233,7 +233,7 @@ def back_on_old(state: FleetState, replica: str) -> FleetState:
 # --- trouble
 
 
-def refusal(state: FleetState, replica: str, failures: tuple[Failure, ...]) -> Moved:
+def refusal(state: Fleet, replica: str, failures: tuple[Failure, ...]) -> Moved:
     """`replica` answered that it will not, or answered something that cannot be accepted."""
     placed = tuple(failure.at(replica=replica) for failure in failures)
     if TABLE[state.phase].tolerant:
@@ -246,7 +246,7 @@ def refusal(state: FleetState, replica: str, failures: tuple[Failure, ...]) -> M
     return trouble(state, placed)
 
 
-def trouble(state: FleetState, failures: tuple[Failure, ...]) -> Moved:
+def trouble(state: Fleet, failures: tuple[Failure, ...]) -> Moved:
     """A refusal, a loss or a deadline before the commit point."""
     update, row = current(state), TABLE[state.phase]
     target = row.trouble or Phase.RESTORING  # DECIDING: recorded, but a participant was lost meanwhile
@@ -272,7 +272,7 @@ def _asked_for(update: Transaction) -> bool:
     return any(failure.code in CLIENT_REASONS and not failure.replica for failure in update.failures)
 
 
-def undo(state: FleetState, reason: str, causes: tuple[Failure, ...] = ()) -> Moved | None:
+def undo(state: Fleet, reason: str, causes: tuple[Failure, ...] = ()) -> Moved | None:
     """Client abort, supersede, end of the update lease; None where they come too late.
 
     `causes` come before the reason, which stays: whatever a client says of itself, it asked for this end.
@@ -287,12 +287,12 @@ def undo(state: FleetState, reason: str, causes: tuple[Failure, ...] = ()) -> Mo
     return None
 
 
-def drop_out(state: FleetState, replica: str, failures: tuple[Failure, ...], *, answered: bool) -> Moved:
+def drop_out(state: Fleet, replica: str, failures: tuple[Failure, ...], *, answered: bool) -> Moved:
     """In a tolerant phase one member fails: mark it and go on with the others."""
     return proceed(_set_aside(state, replica, failures, answered=answered))
 
 
-def _set_aside(state: FleetState, replica: str, failures: tuple[Failure, ...], *, answered: bool) -> FleetState:
+def _set_aside(state: Fleet, replica: str, failures: tuple[Failure, ...], *, answered: bool) -> Fleet:
     """Mark the member and wait for it no longer: it owes its acknowledgement from here on."""
     update, row = current(state), TABLE[state.phase]
     state = state.with_member(_marked(state, row, _member(state, replica), failures, answered))
@@ -302,7 +302,7 @@ def _set_aside(state: FleetState, replica: str, failures: tuple[Failure, ...], *
     return replace(state, update=update)
 
 
-def _marked(state: FleetState, row: Row, member: Member, failures: tuple[Failure, ...], answered: bool) -> Member:
+def _marked(state: Fleet, row: Row, member: Member, failures: tuple[Failure, ...], answered: bool) -> Member:
     """It keeps owing its acknowledgement, unless it is broken: only then is it known to be shut for good. What refuses
     for any other reason may still be reopened by its lease.
     """
@@ -316,7 +316,7 @@ def _marked(state: FleetState, row: Row, member: Member, failures: tuple[Failure
     return replace(member, standing=Standing.LOST, owed=owed)
 
 
-def timed_out(state: FleetState) -> Moved:
+def timed_out(state: Fleet) -> Moved:
     """The deadline of the current phase."""
     update, row = current(state), TABLE[state.phase]
     code = "quiesce_timeout" if state.phase is Phase.PAUSING else "phase_timeout"
@@ -335,7 +335,7 @@ def timed_out(state: FleetState) -> Moved:
 # --- the end
 
 
-def finish(state: FleetState) -> Moved:
+def finish(state: Fleet) -> Moved:
     """The one end of an update (I4)."""
     update = current(state)
     outcome = update.end or Outcome.COMMITTED
@@ -345,7 +345,7 @@ def finish(state: FleetState) -> Moved:
     return state, (ClearDeadline(), Finish(result(state, update, outcome)))
 
 
-def _gave_up(state: FleetState) -> FleetState:
+def _gave_up(state: Fleet) -> Fleet:
     """Not tried again against the same live version, unless it was only in the way of a client."""
     update = current(state)
     if _asked_for(update):

@@ -17,7 +17,7 @@ from updater.core.fleet.effects import Effect, Label, Record, RecordKind, Stop
 from updater.core.fleet.events import Called, HoldEnded, Refused, Replied, Seen
 from updater.core.fleet.flow import Moved
 from updater.core.fleet.requests import first_word, phase_request
-from updater.core.fleet.state import FleetState, Member, Phase, Published, Standing
+from updater.core.fleet.state import Fleet, Member, Phase, Published, Standing
 from updater.core.fleet.table import TABLE
 from updater.core.participant import Call, Claim, Claimed, FrontState, FrontStatus, Kind
 from updater.core.version import Version
@@ -46,8 +46,8 @@ class KnownMember:
 
 
 @dataclass(frozen=True, slots=True)
-class Journal:
-    """What the shell read. `records` oldest first; `epoch`, `serial`: the highest ever used. `gone`: as of FleetState.
+class KnownJournal:
+    """What the shell read. `records` oldest first; `epoch`, `serial`: the highest ever used. `gone`: as of Fleet.
 
     `taken_over`: this fleet's coordinator was once refused because another one led it.
     """
@@ -74,7 +74,7 @@ class Survey:
 Reports = Mapping[str, FrontStatus | None]
 
 
-def survey(fleet: str, journal: Journal, reports: Reports) -> Survey:
+def survey(fleet: str, journal: KnownJournal, reports: Reports) -> Survey:
     """`reports`: status of every member that could be asked, None for a silent one."""
     answered = [report for report in reports.values() if report is not None and report.fleet == fleet]
     known = max([journal.epoch, *(record.epoch for record in journal.records)])
@@ -82,7 +82,7 @@ def survey(fleet: str, journal: Journal, reports: Reports) -> Survey:
     epoch = 1 + max(known, newest)
     if not journal.records:
         return Survey(epoch)
-    state = replay(FleetState(fleet, epoch), journal.records)
+    state = replay(Fleet(fleet, epoch), journal.records)
     older = newest > known or bool(otherwise(state, journal, reports))
     if journal.taken_over or newest // ADOPTION > known // ADOPTION:
         why = "another coordinator has adopted the fleet, or led it after this one"
@@ -90,7 +90,7 @@ def survey(fleet: str, journal: Journal, reports: Reports) -> Survey:
     return Survey(epoch, older, unproved(journal, reports) if older else None)
 
 
-def held(state: FleetState, journal: Journal, hold: Failure) -> FleetState:
+def held(state: Fleet, journal: KnownJournal, hold: Failure) -> Fleet:
     """State of a coordinator that holds: it leads no member, sends nothing and trusts no report; it knows the members'
     ids.
     """
@@ -102,14 +102,14 @@ def held(state: FleetState, journal: Journal, hold: Failure) -> FleetState:
     return replace(state, members=members, hold=hold)
 
 
-def nobody_led(fleet: str, journal: Journal, found: Survey) -> FleetState:
+def nobody_led(fleet: str, journal: KnownJournal, found: Survey) -> Fleet:
     """The state of a coordinator that may lead no replica, because of what its survey found."""
     epoch = 1 + max([journal.epoch, *(record.epoch for record in journal.records)])
-    state = replay(FleetState(fleet, epoch, journal.serial, gone=journal.gone), journal.records)
+    state = replay(Fleet(fleet, epoch, journal.serial, gone=journal.gone), journal.records)
     return held(state, journal, found.hold or not_newest("it may lead no replica"))
 
 
-def otherwise(state: FleetState, journal: Journal, reports: Reports) -> list[FrontStatus]:
+def otherwise(state: Fleet, journal: KnownJournal, reports: Reports) -> list[FrontStatus]:
     """Who holds, of this fleet, what no record explains, or serves as another incarnation than the journal knows. Who
     was released by hand is explained by that.
     """
@@ -121,7 +121,7 @@ def otherwise(state: FleetState, journal: Journal, reports: Reports) -> list[Fro
     return [report for report in mine if _is_otherwise(report, state, explained, known)]
 
 
-def _is_otherwise(report: FrontStatus, state: FleetState, explained: Sequence[Label], known: Mapping[str, str]) -> bool:
+def _is_otherwise(report: FrontStatus, state: Fleet, explained: Sequence[Label], known: Mapping[str, str]) -> bool:
     serves = report.state in (FrontState.OPEN, *PAUSED, *SHUT_INSTALLED)
     if serves and known.get(report.replica) not in ("", report.incarnation):
         return True
@@ -135,7 +135,7 @@ def _one_of(report: FrontStatus, labels: Sequence[Label]) -> bool:
     return any(holds(report, label) for label in labels)
 
 
-def unproved(journal: Journal, reports: Reports) -> Failure | None:
+def unproved(journal: KnownJournal, reports: Reports) -> Failure | None:
     """Why the members do not prove one newest version together, or None."""
     known = {member.replica: member.incarnation for member in journal.members}
     labels = set()
@@ -156,7 +156,7 @@ def not_newest(why: str, replica: str = "") -> Failure:
     return Failure("behind", f"this journal is not the newest of the fleet: {why}", replica=replica, hint=WAY_OUT)
 
 
-def replay(state: FleetState, records: Sequence[Record]) -> FleetState:
+def replay(state: Fleet, records: Sequence[Record]) -> Fleet:
     """Live, the one before, and the highest decided version. A rollback's source is that of what it went back to."""
     seen: list[Published] = []
     for record in records:
@@ -183,7 +183,7 @@ SERVES = (FrontState.OPEN, FrontState.CLOSING, FrontState.PAUSED, FrontState.INS
 # --- the first word
 
 
-def led(state: FleetState, event: Replied) -> Moved:
+def led(state: Fleet, event: Replied) -> Moved:
     """The member obeys this epoch from now on, and its reply says what state it is in."""
     member = _asked_to_obey(state, event)
     if member is None or not member.unled:
@@ -200,7 +200,7 @@ def led(state: FleetState, event: Replied) -> Moved:
     return seen(state, Seen(member.replica, status))
 
 
-def not_led(state: FleetState, event: Refused) -> Moved:
+def not_led(state: Fleet, event: Refused) -> Moved:
     """The member obeys another coordinator. If it obeyed this one before, the fleet was taken over."""
     member = _asked_to_obey(state, event)
     if member is None or not member.unled:
@@ -210,7 +210,7 @@ def not_led(state: FleetState, event: Refused) -> Moved:
     return state, ()  # the member is asked again when its next status arrives
 
 
-def _asked_to_obey(state: FleetState, event: Replied | Refused) -> Member | None:
+def _asked_to_obey(state: Fleet, event: Replied | Refused) -> Member | None:
     member = state.member(event.replica)
     return member if member is not None and event.fence == first_word(state, member).fence else None
 
@@ -218,7 +218,7 @@ def _asked_to_obey(state: FleetState, event: Replied | Refused) -> Member | None
 # --- polls
 
 
-def seen(state: FleetState, event: Seen) -> Moved:
+def seen(state: Fleet, event: Seen) -> Moved:
     """A status poll: first compare whom the member obeys, then take over its state."""
     member, status = state.member(event.replica), event.status
     if member is not None and not member.incarnation:
@@ -237,7 +237,7 @@ def seen(state: FleetState, event: Seen) -> Moved:
     return members.seen(state, member, status)
 
 
-def _another_leads(state: FleetState, failure: Failure) -> Moved:
+def _another_leads(state: Fleet, failure: Failure) -> Moved:
     """A higher epoch of this fleet leads the member. A coordinator that was obeyed in this life was taken over and
     stops; otherwise its journal is old.
     """
@@ -248,7 +248,7 @@ def _another_leads(state: FleetState, failure: Failure) -> Moved:
     return behind(state, failure.message, failure.replica)
 
 
-def _copy_of_the_journal(state: FleetState, member: Member, status: FrontStatus) -> Moved:
+def _copy_of_the_journal(state: Fleet, member: Member, status: FrontStatus) -> Moved:
     """Two coordinators were started on copies of one journal: the higher owner id loses."""
     if status.owner < state.owner:
         message = f"a coordinator on a copy of this journal leads the fleet with the same epoch {state.epoch}"
@@ -261,7 +261,7 @@ def _copy_of_the_journal(state: FleetState, member: Member, status: FrontStatus)
 # --- calls
 
 
-def called(state: FleetState, event: Called) -> Moved:
+def called(state: Fleet, event: Called) -> Moved:
     """A front asks whether it is still a member. What it says may show that this journal is not the newest."""
     call, member = event.call, state.member(event.call.replica)
     if not state.has_history:
@@ -285,7 +285,7 @@ def called(state: FleetState, event: Called) -> Moved:
     return state, (*effects, Claimed(claim, state.fleet, state.epoch))
 
 
-def _newer(state: FleetState, call: Call) -> str:
+def _newer(state: Fleet, call: Call) -> str:
     """What it obeys or serves that this coordinator has not decided, or nothing."""
     if call.epoch > state.epoch:
         return f"obeys epoch {call.epoch}, this is {state.epoch}"
@@ -297,7 +297,7 @@ def _newer(state: FleetState, call: Call) -> str:
 # --- holding still
 
 
-def behind(state: FleetState, message: str, replica: str) -> Moved:
+def behind(state: Fleet, message: str, replica: str) -> Moved:
     """Publish nothing, admit no replica, and say so. What is not decided yet is given up."""
     state = replace(state, hold=not_newest(message, replica))
     if state.update is None:
@@ -305,5 +305,5 @@ def behind(state: FleetState, message: str, replica: str) -> Moved:
     return flow.undo(state, "behind", ()) or (state, ())
 
 
-def hold_ended(state: FleetState, event: HoldEnded) -> Moved:
+def hold_ended(state: Fleet, event: HoldEnded) -> Moved:
     return (replace(state, hold=None) if state.listening else state), ()

@@ -15,14 +15,14 @@ from updater.core.errors import Failure
 from updater.core.fleet import begin, events, flow, lineage, members
 from updater.core.fleet.effects import Accepted, Denied, Effect, Outcome, RecordKind, Stop
 from updater.core.fleet.flow import Moved
-from updater.core.fleet.state import FleetState, Member, Phase, Published, Standing, Transaction
+from updater.core.fleet.state import Fleet, Member, Phase, Published, Standing, Transaction
 from updater.core.fleet.table import TABLE
 from updater.core.policy import CommitMode
 
-__all__ = ["FleetState", "Member", "Phase", "Published", "Standing", "Transaction", "step"]
+__all__ = ["Fleet", "Member", "Phase", "Published", "Standing", "Transaction", "step"]
 
 
-def step(state: FleetState, event: events.Event) -> tuple[FleetState, tuple[Effect, ...]]:
+def step(state: Fleet, event: events.Event) -> tuple[Fleet, tuple[Effect, ...]]:
     """The next state and the effects that `event` asks for."""
     if state.phase is Phase.STOPPED:
         stopped = Failure("journal_failed", "this coordinator has stopped")
@@ -37,7 +37,7 @@ def step(state: FleetState, event: events.Event) -> tuple[FleetState, tuple[Effe
 # --- clients
 
 
-def _seal(state: FleetState, event: events.Seal) -> Moved:
+def _seal(state: Fleet, event: events.Seal) -> Moved:
     """The stream is complete. Nothing is to be done for a disk offer, which has no stream; a seal that is too late is
     denied all the same.
     """
@@ -61,7 +61,7 @@ def _seal(state: FleetState, event: events.Seal) -> Moved:
     return after, (accepted, *effects)
 
 
-def _commit(state: FleetState, event: events.CommitRequested) -> Moved:
+def _commit(state: Fleet, event: events.CommitRequested) -> Moved:
     if not begin.owner(state, event.update):
         return state, (_not_running(state, event.update),)
     update = flow.current(state)
@@ -72,7 +72,7 @@ def _commit(state: FleetState, event: events.CommitRequested) -> Moved:
     return after, (accepted, *effects)
 
 
-def _abort(state: FleetState, event: events.AbortRequested) -> Moved:
+def _abort(state: Fleet, event: events.AbortRequested) -> Moved:
     waiting = _unqueue(state, event.update, "client_abort", event.causes)
     if waiting is not None:
         return waiting[0], (Accepted(event.update), *waiting[1])
@@ -85,7 +85,7 @@ def _abort(state: FleetState, event: events.AbortRequested) -> Moved:
     return moved[0], (accepted, *moved[1])
 
 
-def _lease_expired(state: FleetState, event: events.LeaseExpired) -> Moved:
+def _lease_expired(state: Fleet, event: events.LeaseExpired) -> Moved:
     """The client lost the update, unless its commit was accepted: then the coordinator's deadlines hold."""
     waiting = _unqueue(state, event.update, "lease_expired")
     if waiting is not None:
@@ -98,7 +98,7 @@ def _lease_expired(state: FleetState, event: events.LeaseExpired) -> Moved:
     return flow.undo(state, "lease_expired") or (state, ())
 
 
-def _unqueue(state: FleetState, update: str, reason: str, causes: tuple[Failure, ...] = ()) -> Moved | None:
+def _unqueue(state: Fleet, update: str, reason: str, causes: tuple[Failure, ...] = ()) -> Moved | None:
     found = next((each for each in state.queue if each.update == update), None)
     if found is None:
         return None
@@ -107,25 +107,25 @@ def _unqueue(state: FleetState, update: str, reason: str, causes: tuple[Failure,
     return state, (begin.never_began(state, found, Outcome.ABORTED, (*causes, failure)),)
 
 
-def _accepted(state: FleetState) -> Accepted:
+def _accepted(state: Fleet) -> Accepted:
     update = flow.current(state)
     return Accepted(update.update, update.serial)
 
 
-def _not_running(state: FleetState, update: str) -> Denied:
+def _not_running(state: Fleet, update: str) -> Denied:
     queued = any(each.update == update for each in state.queue)
     code = "wrong_phase" if queued else "not_found"
     return Denied((Failure(code, f"update {update!r} is not running"),))
 
 
-def _too_late(state: FleetState, update: str) -> Denied:
+def _too_late(state: Fleet, update: str) -> Denied:
     return Denied((Failure("wrong_phase", f"too late: update {update!r} is {state.phase.value}"),), update)
 
 
 # --- fronts
 
 
-def _replied(state: FleetState, event: events.Replied) -> Moved:
+def _replied(state: Fleet, event: events.Replied) -> Moved:
     if event.verb == "lead":
         return lineage.led(state, event)
     if _is_awaited(state, event):
@@ -134,7 +134,7 @@ def _replied(state: FleetState, event: events.Replied) -> Moved:
     return members.paid(state, debtor, event) if debtor is not None else (state, ())
 
 
-def _refused(state: FleetState, event: events.Refused) -> Moved:
+def _refused(state: Fleet, event: events.Refused) -> Moved:
     if event.verb == "lead":
         return lineage.not_led(state, event)
     if _is_awaited(state, event):
@@ -143,7 +143,7 @@ def _refused(state: FleetState, event: events.Refused) -> Moved:
     return members.unpaid(state, debtor, event) if debtor is not None else (state, ())
 
 
-def _is_awaited(state: FleetState, event: events.Replied | events.Refused) -> bool:
+def _is_awaited(state: Fleet, event: events.Replied | events.Refused) -> bool:
     """Only the answer to exactly what was asked counts; late and repeated ones do nothing."""
     update, member = state.update, state.member(event.replica)
     if update is None or member is None or event.replica not in update.waiting or update.recording:
@@ -152,7 +152,7 @@ def _is_awaited(state: FleetState, event: events.Replied | events.Refused) -> bo
     return event.verb == TABLE[state.phase].verb and event.fence == wanted
 
 
-def _lost(state: FleetState, event: events.Lost) -> Moved:
+def _lost(state: Fleet, event: events.Lost) -> Moved:
     member = state.member(event.replica)
     if member is None or member.incarnation != event.incarnation:
         return state, ()
@@ -162,7 +162,7 @@ def _lost(state: FleetState, event: events.Lost) -> Moved:
 # --- clock and journal
 
 
-def _deadline(state: FleetState, event: events.Deadline) -> Moved:
+def _deadline(state: Fleet, event: events.Deadline) -> Moved:
     update = state.update
     if update is None or update.recording or (event.serial, event.attempt) != (update.serial, update.attempt):
         return state, ()
@@ -171,14 +171,14 @@ def _deadline(state: FleetState, event: events.Deadline) -> Moved:
     return flow.timed_out(state)
 
 
-def _backoff_ended(state: FleetState, event: events.BackoffEnded) -> Moved:
+def _backoff_ended(state: Fleet, event: events.BackoffEnded) -> Moved:
     update = state.update
     if update is None or not update.backing_off or (event.serial, event.attempt) != (update.serial, update.attempt):
         return state, ()
     return flow.pause_if_asked(replace(state, update=replace(update, backing_off=False)))
 
 
-def _recorded(state: FleetState, event: events.Recorded) -> Moved:
+def _recorded(state: Fleet, event: events.Recorded) -> Moved:
     starting = state.starting
     if starting is not None:
         matches = (event.kind, event.serial) == (RecordKind.PUBLISHED, starting.serial)
@@ -190,12 +190,12 @@ def _recorded(state: FleetState, event: events.Recorded) -> Moved:
     return flow.recorded(state) if (event.kind, event.serial, event.attempt) == wanted else (state, ())
 
 
-def _journal_failed(state: FleetState, event: events.JournalFailed) -> Moved:
+def _journal_failed(state: Fleet, event: events.JournalFailed) -> Moved:
     """Stop at once, whatever the phase: what is durable is not known any more."""
     return replace(state, phase=Phase.STOPPED), (Stop(event.failure),)
 
 
-_HANDLERS: dict[type, Callable[[FleetState, Any], Moved]] = {
+_HANDLERS: dict[type, Callable[[Fleet, Any], Moved]] = {
     events.Begin: begin.begin,
     events.Seal: _seal,
     events.CommitRequested: _commit,

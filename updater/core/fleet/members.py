@@ -13,7 +13,7 @@ from updater.core.fleet.effects import Accepted, Admit, Denied, Effect, Forget, 
 from updater.core.fleet.events import Joined, Left, Refused, Replied
 from updater.core.fleet.flow import Moved, back_on_old, drop_out, trouble
 from updater.core.fleet.requests import first_word, live
-from updater.core.fleet.state import FleetState, Member, Phase, Standing, Transaction
+from updater.core.fleet.state import Fleet, Member, Phase, Standing, Transaction
 from updater.core.fleet.table import TABLE
 from updater.core.participant import (
     Description,
@@ -35,7 +35,7 @@ GONE_KEPT = 1000
 _INSTALLED = (FrontState.INSTALLING, FrontState.INSTALLED, FrontState.INVALIDATED, FrontState.RESTORING)
 
 
-def joined(state: FleetState, event: Joined) -> Moved:
+def joined(state: Fleet, event: Joined) -> Moved:
     """A front asks to become a member. It is shut and stays so until IDLE admits it or an update enlists it."""
     description = event.description
     status = description.status
@@ -65,7 +65,7 @@ def joined(state: FleetState, event: Joined) -> Moved:
     return state.with_member(newcomer), (Accepted(""), *effects, *greeting)
 
 
-def _with_history(state: FleetState, status: FrontStatus) -> FleetState:
+def _with_history(state: Fleet, status: FrontStatus) -> Fleet:
     """A coordinator without history that hears of one may not begin another beside it (I11)."""
     if state.has_history or not status.fleet:
         return state
@@ -81,7 +81,7 @@ def adopt_needed(replica: str, fleet: str) -> Failure:
     )
 
 
-def _join_problem(state: FleetState, known: Member | None, event: Joined) -> Failure | None:
+def _join_problem(state: Fleet, known: Member | None, event: Joined) -> Failure | None:
     status = event.description.status
     if state.hold is not None and not state.listening:
         return state.hold
@@ -104,7 +104,7 @@ def _join_problem(state: FleetState, known: Member | None, event: Joined) -> Fai
     return None
 
 
-def _config_problems(state: FleetState, event: Joined) -> tuple[Failure, ...]:
+def _config_problems(state: Fleet, event: Joined) -> tuple[Failure, ...]:
     """Replicas of one fleet run on one config. A hash of another definition cannot be compared."""
     if event.differs is not None:
         return event.differs
@@ -116,7 +116,7 @@ def _config_problems(state: FleetState, event: Joined) -> tuple[Failure, ...]:
     return (Failure("config_mismatch", "has another model config than the fleet", replica=replica),)
 
 
-def _newcomer(state: FleetState, description: Description) -> Member:
+def _newcomer(state: Fleet, description: Description) -> Member:
     status = description.status
     return Member(
         replica=status.replica,
@@ -132,12 +132,12 @@ def _newcomer(state: FleetState, description: Description) -> Member:
     )
 
 
-def obeys(state: FleetState, status: FrontStatus) -> bool:
+def obeys(state: Fleet, status: FrontStatus) -> bool:
     """Whether the member has acknowledged `lead` of this coordinator's life."""
     return (status.fleet, status.epoch, status.owner) == (state.fleet, state.epoch, state.owner)
 
 
-def left(state: FleetState, event: Left) -> Moved:
+def left(state: Fleet, event: Left) -> Moved:
     """DELETE. Without a word that it is dead, only a member that cannot be serving may go."""
     member = state.member(event.replica)
     if member is None:
@@ -153,7 +153,7 @@ def left(state: FleetState, event: Left) -> Moved:
 # --- silence
 
 
-def removed(state: FleetState, replica: str, failure: Failure) -> Moved:
+def removed(state: Fleet, replica: str, failure: Failure) -> Moved:
     """The member is no more: no phase waits for it and nothing is sent to it."""
     member = state.member(replica)
     state, effects = lost(state, replica, failure)
@@ -162,7 +162,7 @@ def removed(state: FleetState, replica: str, failure: Failure) -> Moved:
     return state.without_member(replica), (*effects, Forget(replica))
 
 
-def lost(state: FleetState, replica: str, failure: Failure) -> Moved:
+def lost(state: Fleet, replica: str, failure: Failure) -> Moved:
     """The member is out of reach. A running update takes it as its row says."""
     member = state.member(replica)
     if member is None or member.standing is Standing.QUARANTINED:
@@ -181,7 +181,7 @@ def lost(state: FleetState, replica: str, failure: Failure) -> Moved:
     return replace(state, update=replace(state.update, failures=failures)), ()
 
 
-def broken(state: FleetState, replica: str, failure: Failure) -> Moved:
+def broken(state: Fleet, replica: str, failure: Failure) -> Moved:
     """The member itself says that only a restart or an audit helps: it is shut."""
     after, effects = lost(state, replica, failure)
     member = after.member(replica)
@@ -194,7 +194,7 @@ def broken(state: FleetState, replica: str, failure: Failure) -> Moved:
 # --- and its end
 
 
-def seen(state: FleetState, member: Member, status: FrontStatus) -> Moved:
+def seen(state: Fleet, member: Member, status: FrontStatus) -> Moved:
     """A member's status. It may arrive late: it ends the member's silence only if the member owes nothing, and is not
     used for an installation whose end the member has acknowledged.
     """
@@ -231,13 +231,13 @@ def seen(state: FleetState, member: Member, status: FrontStatus) -> Moved:
     return state.with_member(member), ()
 
 
-def _serves_live(state: FleetState, status: FrontStatus) -> bool:
+def _serves_live(state: Fleet, status: FrontStatus) -> bool:
     label = live(state)
     serves = (status.state, status.live_version, status.live_digest)
     return serves == (FrontState.OPEN, str(label.version), label.digest)
 
 
-def _back(state: FleetState, member: Member, status: FrontStatus) -> Moved:
+def _back(state: Fleet, member: Member, status: FrontStatus) -> Moved:
     if status.state is FrontState.JOINING and not member.admitted:
         return tidy_anew(state, replace(member, standing=Standing.JOINING, live=status.live_digest))
     if _serves_live(state, status):
@@ -247,14 +247,14 @@ def _back(state: FleetState, member: Member, status: FrontStatus) -> Moved:
     return state, ()
 
 
-def _take_back(state: FleetState, member: Member) -> Moved:
+def _take_back(state: Fleet, member: Member) -> Moved:
     """Nothing that it may have installed was published to it, or it would owe the acknowledgement of that."""
     state = replace(state, serial=state.serial + 1)
     send = Send(member.replica, "restore", FenceRequest(state.fence(state.serial, 0, member.incarnation)))
     return state.with_member(replace(member, owed=send)), (send,)
 
 
-def owes(state: FleetState, replica: str, verb: str, fence: Fence) -> Member | None:
+def owes(state: Fleet, replica: str, verb: str, fence: Fence) -> Member | None:
     """The member, if this answers what it owes."""
     member = state.member(replica)
     if member is None or member.owed is None:
@@ -262,7 +262,7 @@ def owes(state: FleetState, replica: str, verb: str, fence: Fence) -> Member | N
     return member if (member.owed.verb, member.owed.fence) == (verb, fence) else None
 
 
-def paid(state: FleetState, member: Member, event: Replied) -> Moved:
+def paid(state: Fleet, member: Member, event: Replied) -> Moved:
     """The acknowledgement that a member owed since an earlier phase."""
     owed = member.owed
     if event.verb == "restore":
@@ -283,26 +283,26 @@ def paid(state: FleetState, member: Member, event: Replied) -> Moved:
     return _tidy(back, back.member(member.replica) or member, event.fence)
 
 
-def tidy_anew(state: FleetState, member: Member) -> Moved:
+def tidy_anew(state: Fleet, member: Member) -> Moved:
     """The same under a serial of its own, which also fences what an older life of the coordinator sent it."""
     state = replace(state, serial=state.serial + 1)
     return _tidy(state, member, state.fence(state.serial, 0, member.incarnation))
 
 
-def _tidy(state: FleetState, member: Member, fence: Fence) -> Moved:
+def _tidy(state: Fleet, member: Member, fence: Fence) -> Moved:
     """The member was out of reach for a while, and may still hold staging of an update that ended meanwhile (I6)."""
     send = Send(member.replica, "discard", DiscardRequest(fence))
     return state.with_member(replace(member, owed=send)), (send,)
 
 
-def _reopen_restored(state: FleetState, member: Member, fence: Fence) -> Moved:
+def _reopen_restored(state: Fleet, member: Member, fence: Fence) -> Moved:
     """The member took its installation back at last: it may reopen, and owes the acknowledgement of that."""
     label = live(state)
     send = Send(member.replica, "resume", ResumeRequest(fence, False, str(label.version), label.digest))
     return state.with_member(replace(member, standing=Standing.LOST, owed=send)), (send,)
 
 
-def unpaid(state: FleetState, member: Member, event: Refused) -> Moved:
+def unpaid(state: Fleet, member: Member, event: Refused) -> Moved:
     """The member refused what it owed. A refused join leaves it joining; anything else is asked again when it is seen,
     unless it is broken.
     """
@@ -347,7 +347,7 @@ def shown(member: Member, status: FrontStatus | None, heard: bool) -> str:
     return status.state.value if trusted else member.standing.value
 
 
-def obstacle(state: FleetState, member: Member) -> Failure | None:
+def obstacle(state: Fleet, member: Member) -> Failure | None:
     """Why a joiner is not admitted, or a member not spoken to; None while it is on its way."""
     if member.foreign is not None:
         return member.foreign
@@ -369,7 +369,7 @@ def obstacle(state: FleetState, member: Member) -> Failure | None:
     )
 
 
-def left_behind(state: FleetState, update: Transaction) -> tuple[str, ...]:
+def left_behind(state: Fleet, update: Transaction) -> tuple[str, ...]:
     """Warnings of a stream that begins: members without a part in it cannot have its bytes later."""
     if not isinstance(update.offer, StreamOffer):
         return ()

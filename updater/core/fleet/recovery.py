@@ -23,7 +23,7 @@ from updater.core.fleet.lineage import (
     LISTENING,
     PAUSED,
     SHUT_INSTALLED,
-    Journal,
+    KnownJournal,
     KnownMember,
     Reports,
     held,
@@ -35,7 +35,7 @@ from updater.core.fleet.lineage import (
 )
 from updater.core.fleet.members import GONE_KEPT, adopt_needed, obeys
 from updater.core.fleet.requests import first_word, phase_request
-from updater.core.fleet.state import FleetState, Member, Phase, Published, Standing, Transaction
+from updater.core.fleet.state import Fleet, Member, Phase, Published, Standing, Transaction
 from updater.core.participant import FrontState, FrontStatus, Kind, SpareState
 from updater.core.policy import Policy
 from updater.core.version import START, Version
@@ -50,13 +50,13 @@ DONE_INSTALLING = (FrontState.INSTALLED, FrontState.INVALIDATED)
 class Recovery:
     """Where to go on: perform `effects`, then step as usual."""
 
-    state: FleetState
+    state: Fleet
     effects: tuple[Effect, ...] = ()
 
 
 def recover(
     fleet: str,
-    journal: Journal,
+    journal: KnownJournal,
     reports: Reports,
     *,
     epoch: int = 0,
@@ -70,7 +70,7 @@ def recover(
     an older copy, so the wait is for all.
     """
     answered = [report for report in reports.values() if report is not None]
-    state = FleetState(
+    state = Fleet(
         fleet=fleet,
         epoch=epoch or survey(fleet, journal, reports).epoch,
         serial=max([journal.serial, *(r.serial for r in journal.records), *(r.serial for r in answered)]),
@@ -94,7 +94,7 @@ def recover(
 # --- an empty journal
 
 
-def _without_history(state: FleetState, journal: Journal, reports: Reports) -> FleetState:
+def _without_history(state: Fleet, journal: KnownJournal, reports: Reports) -> Fleet:
     """Nothing was ever published from here. Who knows of a fleet is not shut by the beginning of another."""
     veterans = [report for report in reports.values() if report is not None and report.fleet]
     if veterans:
@@ -105,13 +105,13 @@ def _without_history(state: FleetState, journal: Journal, reports: Reports) -> F
 # --- an older journal, and adoption
 
 
-def _follow(state: FleetState, journal: Journal, reports: Reports) -> Recovery:
+def _follow(state: Fleet, journal: KnownJournal, reports: Reports) -> Recovery:
     """The version that all serving members hold becomes `live`, and is recorded as published."""
     serving = [report for report in reports.values() if report is not None and report.state is FrontState.OPEN]
     return published(state, journal, reports, serving[0])
 
 
-def published(state: FleetState, journal: Journal, reports: Reports, proof: FrontStatus) -> Recovery:
+def published(state: Fleet, journal: KnownJournal, reports: Reports, proof: FrontStatus) -> Recovery:
     label = Label(Version.parse(proof.live_version), proof.live_digest)
     live = state.live if state.live is not None and state.live.label == label else Published(label)
     state = replace(state, live=live, before=None, highest=max(state.highest, label.version))
@@ -127,7 +127,7 @@ def published(state: FleetState, journal: Journal, reports: Reports, proof: Fron
 # --- what the journal says
 
 
-def _with_members(state: FleetState, journal: Journal, reports: Reports) -> FleetState:
+def _with_members(state: Fleet, journal: KnownJournal, reports: Reports) -> Fleet:
     known = {member.replica: member for member in journal.members}
     # The publication of `start` admits no replica by itself.
     updates = [record for record in journal.records if record.kind is RecordKind.PUBLISHED and record.update]
@@ -143,7 +143,7 @@ def _with_members(state: FleetState, journal: Journal, reports: Reports) -> Flee
     return state
 
 
-def _member(state: FleetState, known: KnownMember, report: FrontStatus | None, published: bool) -> Member:
+def _member(state: Fleet, known: KnownMember, report: FrontStatus | None, published: bool) -> Member:
     member = Member(
         known.replica, known.incarnation, Standing.LOST, "", admitted=published, url=known.url,
         config_hash=known.config_hash, unled=report is None or not obeys(state, report),
@@ -167,7 +167,7 @@ def _member(state: FleetState, known: KnownMember, report: FrontStatus | None, p
     return replace(member, shut=report.state in SHUT_JOINING)
 
 
-def _admitted(state: FleetState, known: KnownMember, report: FrontStatus, published: bool) -> bool:
+def _admitted(state: Fleet, known: KnownMember, report: FrontStatus, published: bool) -> bool:
     """Whether the member served before: the journal says so, or its spare or live bytes are the live version."""
     if report.state in SHUT_JOINING:
         return False
@@ -186,7 +186,7 @@ def _previous(report: FrontStatus) -> Label | None:
     return Label(Version.parse(report.spare.version), report.spare.digest)
 
 
-def _way_back(state: FleetState, report: FrontStatus) -> Label | None:
+def _way_back(state: Fleet, report: FrontStatus) -> Label | None:
     """What it keeps for a rollback. One that has installed keeps what is live: whichever way its update ends, that is
     not yet a version to go back to.
     """
@@ -197,7 +197,7 @@ def _way_back(state: FleetState, report: FrontStatus) -> Label | None:
 # --- going on
 
 
-def _go_on(state: FleetState, records: Sequence[Record], reports: Reports) -> Moved:
+def _go_on(state: Fleet, records: Sequence[Record], reports: Reports) -> Moved:
     last = records[-1]
     mates = [(reports.get(replica), incarnation) for replica, incarnation in last.members]
     same = [report if report and report.incarnation == incarnation else None for report, incarnation in mates]
@@ -214,7 +214,7 @@ def _go_on(state: FleetState, records: Sequence[Record], reports: Reports) -> Mo
     return after, (*sends, *effects)
 
 
-def _owed_by_silent(state: FleetState, last: Record, reports: Reports) -> Moved:
+def _owed_by_silent(state: Fleet, last: Record, reports: Reports) -> Moved:
     """Who took part in the last record and does not answer may still have to be told how it ended."""
     silent = [member for member in state.members if reports.get(member.replica) is None]
     owing = [member for member in silent if (member.replica, member.incarnation) in last.members and last.update]
@@ -229,7 +229,7 @@ def _owed_by_silent(state: FleetState, last: Record, reports: Reports) -> Moved:
     return state, effects
 
 
-def _undecided_end(state: FleetState, last: Record, same: Sequence[FrontStatus | None]) -> Moved:
+def _undecided_end(state: Fleet, last: Record, same: Sequence[FrontStatus | None]) -> Moved:
     """`decided` is the last word: nothing was published, so no client has seen it."""
     update = _transaction(last)
     label = Label(last.version, last.digest)
@@ -261,7 +261,7 @@ def _stuck(last: Record, report: FrontStatus) -> bool:
     return report.state in (*SHUT_INSTALLED, *PAUSED) and (report.serial, report.attempt) == (last.serial, last.attempt)
 
 
-def _unrecorded(state: FleetState, reports: Sequence[FrontStatus]) -> Moved:
+def _unrecorded(state: Fleet, reports: Sequence[FrontStatus]) -> Moved:
     """Nothing was recorded of it: take back what a catch-up installed, reopen what is paused, drop what is staged. All
     under a serial of its own: how the updates before ended is not said again.
     """
@@ -278,7 +278,7 @@ def _unrecorded(state: FleetState, reports: Sequence[FrontStatus]) -> Moved:
     return _resume(state, replace(back, end=Outcome.ABORTED), Phase.DISCARDING)
 
 
-def _resume(state: FleetState, update: Transaction, phase: Phase) -> Moved:
+def _resume(state: Fleet, update: Transaction, phase: Phase) -> Moved:
     return enter(replace(state, update=update), phase)
 
 
@@ -300,7 +300,7 @@ def _transaction(last: Record) -> Transaction:
     )
 
 
-def _leftover(state: FleetState, kind: Kind, reports: Sequence[FrontStatus]) -> Transaction:
+def _leftover(state: Fleet, kind: Kind, reports: Sequence[FrontStatus]) -> Transaction:
     """A transaction that only cleans up. Its fence is later than that of every update which left something behind."""
     return Transaction(
         update="",
@@ -325,7 +325,7 @@ class Adoption:
     refusal: Failure | None = None
 
 
-def may_adopt(journal: Journal, reports: Reports) -> Adoption:
+def may_adopt(journal: KnownJournal, reports: Reports) -> Adoption:
     """`reports`: status of each front that an operator named. A silent front may be adopted too: it is `lost`, and
     blocks.
     """
@@ -348,11 +348,11 @@ def may_adopt(journal: Journal, reports: Reports) -> Adoption:
     return Adoption(fleets[0], (newest // ADOPTION + 1) * ADOPTION)
 
 
-def adopt(adoption: Adoption, journal: Journal, reports: Reports, *, owner: str = "") -> Recovery:
+def adopt(adoption: Adoption, journal: KnownJournal, reports: Reports, *, owner: str = "") -> Recovery:
     """`journal.members`: the named fronts. `reports`: what they answered to `lead`, None for a silent one."""
     answered = [report for report in reports.values() if report is not None]
     serial = max([journal.serial, *(r.serial for r in journal.records), *(r.serial for r in answered)])
-    state = FleetState(adoption.fleet, adoption.epoch, serial, owner=owner, gone=journal.gone)
+    state = Fleet(adoption.fleet, adoption.epoch, serial, owner=owner, gone=journal.gone)
     return published(replay(state, journal.records), journal, reports, _proofs(answered)[0])
 
 

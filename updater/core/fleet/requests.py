@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from updater.core.fleet.effects import Label, Send
-from updater.core.fleet.state import FleetState, Member, Phase, Transaction
+from updater.core.fleet.state import Fleet, Member, Phase, Transaction
 from updater.core.fleet.table import TABLE
 from updater.core.participant import (
     DiscardRequest,
@@ -22,7 +22,7 @@ from updater.core.participant import (
 )
 
 
-def _plan(state: FleetState, update: Transaction, fence: Fence) -> PlanRequest:
+def _plan(state: Fleet, update: Transaction, fence: Fence) -> PlanRequest:
     policy = update.policy
     return PlanRequest(
         fence=fence,
@@ -45,19 +45,19 @@ def _plan(state: FleetState, update: Transaction, fence: Fence) -> PlanRequest:
     )
 
 
-def _pause(state: FleetState, update: Transaction, fence: Fence) -> PauseRequest:
+def _pause(state: Fleet, update: Transaction, fence: Fence) -> PauseRequest:
     # The lease starts when admission closes, so it has to outlive the slowest quiesce of the fleet.
     policy = update.policy
     return PauseRequest(fence, policy.in_flight, policy.quiesce_s, policy.quiesce_s + policy.pause_lease_s)
 
 
-def _resume(state: FleetState, update: Transaction, fence: Fence) -> ResumeRequest:
+def _resume(state: Fleet, update: Transaction, fence: Fence) -> ResumeRequest:
     published = state.phase is Phase.RESUMING
     label = update.label if published else live(state)
     return ResumeRequest(fence, published, str(label.version), label.digest)
 
 
-_BUILDERS: dict[str, Callable[[FleetState, Transaction, Fence], Any]] = {
+_BUILDERS: dict[str, Callable[[Fleet, Transaction, Fence], Any]] = {
     "plan": _plan,
     "stage": lambda state, update, fence: StageRequest(fence, update.policy.deadline_s),
     "verify": lambda state, update, fence: VerifyRequest(fence, update.policy.deadline_s, update.digests),
@@ -70,26 +70,26 @@ _BUILDERS: dict[str, Callable[[FleetState, Transaction, Fence], Any]] = {
 }
 
 
-def live(state: FleetState) -> Label:
+def live(state: Fleet) -> Label:
     """What serves. An update cannot begin before something does."""
     if state.live is None:
         raise LookupError("nothing is live yet")
     return state.live.label
 
 
-def phase_request(state: FleetState, update: Transaction, member: Member) -> Send:
+def phase_request(state: Fleet, update: Transaction, member: Member) -> Send:
     """What the current phase sends to `member`."""
     verb = TABLE[state.phase].verb
     fence = state.fence(update.serial, update.attempt, member.incarnation)
     return Send(member.replica, verb, _BUILDERS[verb](state, update, fence))
 
 
-def first_word(state: FleetState, member: Member) -> Send:
+def first_word(state: Fleet, member: Member) -> Send:
     """`lead`: what every front hears before anything else (I11). The same each time it is said."""
     return Send(member.replica, "lead", FenceRequest(state.fence(0, 0, member.incarnation)))
 
 
-def join_request(state: FleetState, serial: int, member: Member) -> Send:
+def join_request(state: Fleet, serial: int, member: Member) -> Send:
     label = live(state)
     fence = state.fence(serial, 0, member.incarnation)
     return Send(member.replica, "join", JoinRequest(fence, str(label.version), label.digest))

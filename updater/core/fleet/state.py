@@ -144,7 +144,7 @@ class Transaction:
 
 
 @dataclass(frozen=True, slots=True)
-class FleetState:
+class Fleet:
     """`serial`: the highest used; never repeats, also over restarts. `highest`: highest decided version.
 
     `before`: the version before the live one, so that a catch-up after a rollback knows its source.
@@ -171,12 +171,12 @@ class FleetState:
     def member(self, replica: str) -> Member | None:
         return next((member for member in self.members if member.replica == replica), None)
 
-    def with_member(self, member: Member) -> FleetState:
+    def with_member(self, member: Member) -> Fleet:
         """Added or replaced; members stay sorted by id, so that equal histories give equal states."""
         others = [other for other in self.members if other.replica != member.replica]
         return replace(self, members=tuple(sorted([*others, member], key=lambda each: each.replica)))
 
-    def without_member(self, replica: str) -> FleetState:
+    def without_member(self, replica: str) -> Fleet:
         return replace(self, members=tuple(member for member in self.members if member.replica != replica))
 
     def serving(self) -> tuple[Member, ...]:

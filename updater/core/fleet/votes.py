@@ -10,7 +10,7 @@ from typing import Any
 
 from updater.core.errors import Failure
 from updater.core.fleet.effects import MemberFacts, Outcome, Record, RecordKind, Result
-from updater.core.fleet.state import FleetState, Member, Phase, Transaction
+from updater.core.fleet.state import Fleet, Member, Phase, Transaction
 from updater.core.participant import Compared, Kind, PauseReply, PlanReply, StageReply, VerifyReply
 from updater.core.policy import InstallMode
 
@@ -105,7 +105,7 @@ def _collect_votes(update: Transaction, votes: list[VerifyReply]) -> Transaction
     )
 
 
-def record(state: FleetState, update: Transaction, kind: RecordKind) -> Record:
+def record(state: Fleet, update: Transaction, kind: RecordKind) -> Record:
     """The line of the journal that a phase waits for."""
     return Record(
         kind=kind,
@@ -125,7 +125,7 @@ def record(state: FleetState, update: Transaction, kind: RecordKind) -> Record:
     )
 
 
-def result(state: FleetState, update: Transaction, outcome: Outcome) -> Result:
+def result(state: Fleet, update: Transaction, outcome: Outcome) -> Result:
     """What the update came to, of all members."""
     reason = update.failures[0].code if update.failures and outcome is not Outcome.COMMITTED else ""
     participants = dict(update.participants)

@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 
 from engine_adapter.replica.admission import AdmissionController
-from engine_adapter.replica.app import ReplicaFace
+from engine_adapter.replica.app import ReplicaApp
 from engine_adapter.replica.fleet_client import FleetClient
 from engine_adapter.replica.front import Front, Identity
-from engine_adapter.replica.interfaces import Ranks
+from engine_adapter.replica.interfaces import RankVerbs
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.participant import Claim, Fence, FenceRequest, FrontState, JoinRequest
 from updater.core.replica.state import started
@@ -46,15 +46,15 @@ class Membership:
     transport: httpx.AsyncBaseTransport | None = None
 
 
-class FrontLife:
+class ReplicaLifecycle:
     """For one event loop. `clock`: what leases run on, monotonic seconds."""
 
     def __init__(
         self,
         membership: Membership,
-        work: Ranks,
+        work: RankVerbs,
         gate: AdmissionController,
-        face: ReplicaFace,
+        face: ReplicaApp,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._membership = membership

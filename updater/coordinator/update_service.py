@@ -7,13 +7,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from updater.coordinator.clock import OrderedClock
-from updater.coordinator.journal.journal import Journal, JournalFailed
+from updater.coordinator.journal.journal import Journal, JournalError
 from updater.coordinator.machine import Machine
-from updater.coordinator.recovery import Found, result_of
-from updater.coordinator.requests import Asked, Before, asked_rollback, asked_update, checked_manifest, sealed_manifest
+from updater.coordinator.recovery import RecoveredFleet, result_of
+from updater.coordinator.requests import (
+    Before,
+    ParsedRequest,
+    asked_rollback,
+    asked_update,
+    checked_manifest,
+    sealed_manifest,
+)
 from updater.coordinator.updates import (
     Lease,
-    Timeline,
+    PhaseTimer,
     Update,
     ended_update,
     facts_of,
@@ -26,7 +33,7 @@ from updater.coordinator.updates import (
 from updater.core.errors import CODES, Failure, LiveweightsError, Rejected, Unavailable
 from updater.core.fleet import events as ev
 from updater.core.fleet.effects import Denied, Finish, Started
-from updater.core.fleet.state import FleetState, Phase, Transaction
+from updater.core.fleet.state import Fleet, Phase, Transaction
 from updater.core.participant import Kind, StreamOffer
 from updater.core.policy import CommitMode
 from updater.protocol import wire
@@ -37,7 +44,7 @@ from updater.server.metrics import Metrics
 from updater.settings import Settings
 
 
-class Desk:
+class UpdateService:
     """The updates of one coordinator. Every method may raise LiveweightsError."""
 
     def __init__(
@@ -93,7 +100,7 @@ class Desk:
             self._metrics.refused(kind.value, error.code)
             raise
 
-    def _begin(self, asked: Asked) -> Update:
+    def _begin(self, asked: ParsedRequest) -> Update:
         event = asked.event
         known = self._known(event.update)
         if known is not None:
@@ -115,18 +122,17 @@ class Desk:
 
     def _keep(self, update: Update, manifest: str) -> None:
         try:
-            with self._machine.journaled():
-                update.manifests.add(self._journal.keep_manifest(manifest))
-        except JournalFailed:
+            update.manifests.add(self._journal.keep_manifest(manifest))
+        except JournalError:
             self._running.pop(update.id, None)
             raise
 
     def _new(self, update_id: str, body_hash: str, body: str, kind: Kind, version: str) -> Update:
-        update = Update(update_id, body_hash, body, kind, version, self._clock.stamp(), Timeline(self._clock.now()))
+        update = Update(update_id, body_hash, body, kind, version, self._clock.stamp(), PhaseTimer(self._clock.now()))
         self._running[update_id] = update
         return update
 
-    def _lease_seconds(self, asked: Asked) -> float | None:
+    def _lease_seconds(self, asked: ParsedRequest) -> float | None:
         """A disk push that commits by itself needs no client to come back."""
         if asked.lease_s is not None:
             return asked.lease_s
@@ -135,15 +141,13 @@ class Desk:
         return self._settings.deadlines.update_lease_s if needed else None
 
     def _uploaded(self, digest: str) -> str | None:
-        with self._machine.journaled():
-            return self._journal.manifest(digest)
+        return self._journal.manifest(digest)
 
     def _known(self, update_id: str) -> Before | None:
         running = self._running.get(update_id)
         if running is not None:
             return Before(running.body_hash)
-        with self._machine.journaled():
-            request = self._journal.request(update_id)
+        request = self._journal.request(update_id)
         if request is None:
             return None
         if not request.receipt:
@@ -157,8 +161,7 @@ class Desk:
         running = self._running.get(update_id)
         if running is not None:
             return running
-        with self._machine.journaled():
-            request = self._journal.request(update_id)
+        request = self._journal.request(update_id)
         if request is None or request.receipt is None:
             raise self.error(Failure("not_found", f"no update {update_id!r}"))
         return ended_update(request, Receipt.model_validate_json(request.receipt))
@@ -191,8 +194,7 @@ class Desk:
         seal = ev.Seal(update_id)
         if running is not None and running.update == update_id and running.awaits_seal and digests:
             manifest = sealed_manifest(running.manifest, digests)
-            with self._machine.journaled():
-                update.manifests.add(self._journal.keep_manifest(manifest.to_json()))
+            update.manifests.add(self._journal.keep_manifest(manifest.to_json()))
             seal = ev.Seal(update_id, tuple(digests.items()), manifest.to_json(), manifest.digest)
         self._tell(update, seal)
         if update.lease is not None and running is not None and running.policy.commit is CommitMode.AUTO:
@@ -238,7 +240,7 @@ class Desk:
 
     # -- what the machine reports
 
-    def moved(self, before: FleetState, after: FleetState) -> None:
+    def moved(self, before: Fleet, after: Fleet) -> None:
         """Tell the timeline and the watchers the phase of the running update."""
         if after.update is None:
             return
@@ -311,7 +313,7 @@ class Desk:
 
     def _tidy(self) -> None:
         if self._machine.stopped is None:
-            with suppress(JournalFailed), self._machine.journaled():
+            with suppress(JournalError):
                 self._journal.tidy()
                 self._unpruned += 1
                 if self._unpruned >= max(1, self._settings.history // 10):
@@ -323,7 +325,7 @@ class Desk:
         named = {name for update in self._running.values() for name in update.manifests}
         self._journal.prune(self._settings.history, shortened, named, self._clock.wall())
 
-    def recover(self, found: Found) -> None:
+    def recover(self, found: RecoveredFleet) -> None:
         """After a restart: what goes on is waited for again, what ended without a receipt gets one."""
         for request in found.going_on:
             update = self._new(request.id, request.body_hash, request.body, Kind(request.kind), "")
@@ -334,11 +336,9 @@ class Desk:
             update = past_update(ended.request, now)
             update.restarted, update.facts = True, settled(ended.request)
             receipt = receipt_of(update, result_of(ended, found.state), {}, now, self._clock.stamp())
-            with self._machine.journaled():
-                self._journal.put_receipt(update.id, receipt.model_dump_json())
+            self._journal.put_receipt(update.id, receipt.model_dump_json())
             self._metrics.ended(receipt)
-        with self._machine.journaled():
-            self._prune()
+        self._prune()
 
     def stop(self, failure: Failure) -> None:
         """End the wait of every client: this coordinator will know no more of its updates."""
@@ -355,13 +355,11 @@ class Desk:
         manifest = checked_manifest(text)
         if manifest.digest != digest:
             raise self.error(Failure("manifest_mismatch", f"the document's digest is {manifest.digest}"))
-        with self._machine.journaled():
-            self._journal.put_manifest(digest, manifest.to_json())
+        self._journal.put_manifest(digest, manifest.to_json())
         return digest
 
     def manifest(self, digest: str) -> str:
-        with self._machine.journaled():
-            text = self._journal.manifest(digest)
+        text = self._journal.manifest(digest)
         if text is None:
             raise self.error(Failure("not_found", f"no manifest {digest}"))
         return text
@@ -375,8 +373,7 @@ class Desk:
 
     def history(self, limit: int) -> list[Receipt]:
         """Receipts of the past, newest first."""
-        with self._machine.journaled():
-            requests = self._journal.requests(limit=limit)
+        requests = self._journal.requests(limit=limit)
         return [Receipt.model_validate(json.loads(each.receipt)) for each in requests if each.receipt is not None]
 
     def must_run(self) -> None:
