@@ -19,7 +19,7 @@ def test_a_long_staging_is_shown_and_a_status_without_one_says_nothing(tmp_path:
             begun = (await service.begin(7)).json()
             assert (begun["progress"], begun["serial"] > 0) == (None, True)
             told: asyncio.Queue[tuple[str, dict[str, object]] | None] = asyncio.Queue()
-            service.coordinator.desk.find("0-7").watchers.add(told)
+            service.coordinator.updates.find("0-7").watchers.add(told)
             await service.advance(EVERY_S)
             assert (await service.get("/v1/updates/0-7")).json()["progress"] is None
             one.progress, two.progress = (Progress(begun["serial"], done, 100) for done in (30, 45))

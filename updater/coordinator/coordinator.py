@@ -1,7 +1,7 @@
 """The coordinator: the parts put together, its life from recovery to the last goodbye, and what it shows.
 
 All methods run on one event loop. Decisions are the fleet machine's (`updater.core`), clients are served at the
-`desk`, replicas come and go through `joins`.
+`updates`, replicas come and go through `joins`.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Coordinator:
         self.probe = FailureDetector(
             self._directory, self._clock, deadlines, lambda: self.state.members, feed, self._look_again
         )
-        self.desk = UpdateService(settings, self._journal, self._machine, self._clock, self.metrics, self.dtypes)
+        self.updates = UpdateService(settings, self._journal, self._machine, self._clock, self.metrics, self.dtypes)
         self.joins = MembershipService(
-            make, self._directory, self._journal, self._machine, self.desk, deadlines, self._clock
+            make, self._directory, self._journal, self._machine, self.updates, deadlines, self._clock
         )
         self._staging = ProgressPoll(
-            self._directory, self._clock, deadlines.status_s, self._participants, self.desk.progress
+            self._directory, self._clock, deadlines.status_s, self._participants, self.updates.progress
         )
         self._probing: asyncio.Task[None] | None = None
         self._owning: asyncio.Task[None] | None = None
@@ -105,7 +105,7 @@ class Coordinator:
     def _go_on(self, found: RecoveredFleet) -> None:
         hold = found.state.hold
         self._leads_nobody = hold is not None and hold.code == "behind"
-        self.desk.recover(found)
+        self.updates.recover(found)
         self._machine.begin(found.state, found.effects)
         if hold is not None and hold.code == "listening":
             # A front of an older fleet calls within one interval; two, since it may just have done so.
@@ -141,12 +141,12 @@ class Coordinator:
 
     async def wind_down(self) -> None:
         """Take nothing in, abort what is undecided, let what is decided finish within the deadline."""
-        self.desk.closed = self.desk.closed or Failure("shut", "the coordinator is about to end")
+        self.updates.closed = self.updates.closed or Failure("shut", "the coordinator is about to end")
         if self.stopped is None:
             self._abort_everything()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.deadlines.shutdown_s):
-                    await asyncio.gather(*(update.done.wait() for update in self.desk.running))
+                    await asyncio.gather(*(update.done.wait() for update in self.updates.running))
 
     async def close(self) -> None:
         """Wind down if that was not done, then leave nothing running."""
@@ -175,7 +175,9 @@ class Coordinator:
     def _abort_everything(self) -> None:
         """Updates past their decision ignore the abort. Those that wait are aborted first, or they would begin."""
         running = self.state.update
-        for update in sorted(self.desk.running, key=lambda each: running is not None and each.serial == running.serial):
+        for update in sorted(
+            self.updates.running, key=lambda each: running is not None and each.serial == running.serial
+        ):
             if update.kind is not Kind.CATCH_UP:
                 self._machine.ask(ev.AbortRequested(update.id))
 
@@ -192,7 +194,7 @@ class Coordinator:
 
     def on_moved(self, before: Fleet, after: Fleet) -> None:
         self._hold_changed(before.hold)
-        self.desk.moved(before, after)
+        self.updates.moved(before, after)
         if after.phase is not before.phase:
             self._watch_staging(after)
         if after.phase is Phase.IDLE and before.phase is not Phase.IDLE and after.live is not None:
@@ -217,7 +219,7 @@ class Coordinator:
         if isinstance(event, ev.Replied | ev.Refused):
             self._directory.answered(event.replica)
         if isinstance(event, ev.Replied):
-            self.desk.heard(event)
+            self.updates.heard(event)
             if event.verb == "lead":
                 self.joins.obeyed(event.replica)
 
@@ -235,13 +237,15 @@ class Coordinator:
             )  # fmt: skip
 
     def on_started(self, started: Started) -> None:
-        self.desk.started(started)
+        self.updates.started(started)
 
     def on_finished(self, finish: Finish, before: Fleet) -> None:
         """The event that ended the update may have removed a member: the receipt still names that member."""
         known = {(member.replica, member.incarnation): member for member in (*before.members, *self.state.members)}
         facts = finish.result.members
-        self.desk.finished(finish, {fact.replica: self._view(known[fact.replica, fact.incarnation]) for fact in facts})
+        self.updates.finished(
+            finish, {fact.replica: self._view(known[fact.replica, fact.incarnation]) for fact in facts}
+        )
 
     def on_admitted(self, replica: str) -> None:
         """The replica serves what is live: shown at once, not only after the next probe."""
@@ -252,7 +256,7 @@ class Coordinator:
     def on_stopped(self, failure: Failure) -> None:
         self._staging.end()
         self._outbox.drop()
-        self.desk.stop(failure)
+        self.updates.stop(failure)
         if failure.code == "taken_over":
             _log.error("stops: %s; %s", failure.message, failure.hint)
             with contextlib.suppress(JournalError):  # the fleet is another's now; so the next life knows it
@@ -278,7 +282,7 @@ class Coordinator:
         return (
             self._recovered
             and self.stopped is None
-            and self.desk.closed is None
+            and self.updates.closed is None
             and (self.state.hold is None or (self.state.listening and self.state.live is not None))
             and any(member.standing is Standing.OK for member in self.state.members)
         )
@@ -310,7 +314,7 @@ class Coordinator:
         """Raises `not_found`."""
         member = self.state.member(replica)
         if member is None:
-            raise self.desk.error(Failure("not_found", "no such member", replica=replica))
+            raise self.updates.error(Failure("not_found", "no such member", replica=replica))
         return self._view(member)
 
     async def model(self) -> ModelState:
@@ -326,7 +330,7 @@ class Coordinator:
     def fleet(self) -> FleetState:
         state = self.state
         serial = state.update.serial if state.update is not None else 0
-        running = next((each.id for each in self.desk.running if serial and each.serial == serial), None)
+        running = next((each.id for each in self.updates.running if serial and each.serial == serial), None)
         return FleetState(
             fleet=self.settings.fleet,
             identity=self.identity,
@@ -369,11 +373,11 @@ class Coordinator:
         """Take over a fleet whose journal is lost: answers once every front that can be reached obeys. Raises
         LiveweightsError.
         """
-        self.desk.must_run()
+        self.updates.must_run()
         hold = self.state.hold
         if (hold is None and self.state.has_history) or self._adopting:
             hint = "only a coordinator whose journal is empty, or behind, adopts a fleet"
-            raise self.desk.error(Failure("wrong_phase", "this coordinator has a fleet already", hint=hint))
+            raise self.updates.error(Failure("wrong_phase", "this coordinator has a fleet already", hint=hint))
         self._adopting = True
         try:
             await self._adopt(members)

@@ -57,7 +57,7 @@ class _Face:
     """One method per route."""
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator, self._desk = coordinator, coordinator.desk
+        self._coordinator, self._updates = coordinator, coordinator.updates
 
     def add_updates(self, app: FastAPI) -> None:
         update = "/v1/updates/{update_id}"
@@ -95,14 +95,14 @@ class _Face:
     # -- updates
 
     async def begin(self, body: UpdateRequest, wait: Annotated[bool, Query()] = False) -> Response:
-        return await self._answer(self._desk.begin_update(body), wait)
+        return await self._answer(self._updates.begin_update(body), wait)
 
     async def rollback(self, body: RollbackRequest, wait: Annotated[bool, Query()] = False) -> Response:
-        return await self._answer(self._desk.begin_rollback(body), wait)
+        return await self._answer(self._updates.begin_rollback(body), wait)
 
     async def _answer(self, update: Update, wait: bool) -> Response:
         if not wait:
-            state = self._desk.view(update)
+            state = self._updates.view(update)
             headers = {"Location": f"/v1/updates/{update.id}"}
             return JSONResponse(state.model_dump(mode="json"), 202, headers)
         await update.done.wait()
@@ -122,24 +122,24 @@ class _Face:
         return http.problem(error, receipt={**document, "failures": document["failures"][:IN_DOCUMENT]})
 
     async def state(self, update_id: str) -> UpdateState:
-        return self._desk.view(self._desk.find(update_id))
+        return self._updates.view(self._updates.find(update_id))
 
     async def renew(self, update_id: str) -> UpdateState:
-        return self._desk.view(self._desk.renew(update_id))
+        return self._updates.view(self._updates.renew(update_id))
 
     async def seal(self, update_id: str, body: SealBody | None = None) -> UpdateState:
-        return self._desk.view(self._desk.seal(update_id, body.digests if body is not None else {}))
+        return self._updates.view(self._updates.seal(update_id, body.digests if body is not None else {}))
 
     async def commit(self, update_id: str) -> UpdateState:
-        return self._desk.view(self._desk.commit(update_id))
+        return self._updates.view(self._updates.commit(update_id))
 
     async def abort(self, update_id: str, body: AbortBody | None = None) -> UpdateState:
         causes = body.failures if body is not None else []
         failures = tuple(Failure(**{**cause.model_dump(), "replica": cause.replica or ""}) for cause in causes)
-        return self._desk.view(self._desk.abort(update_id, failures))
+        return self._updates.view(self._updates.abort(update_id, failures))
 
     async def events(self, update_id: str) -> StreamingResponse:
-        update = self._desk.find(update_id)
+        update = self._updates.find(update_id)
         return StreamingResponse(
             self._stream(update), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
         )
@@ -147,7 +147,7 @@ class _Face:
     async def _stream(self, update: Update) -> AsyncIterator[str]:
         """The state now, every change, the receipt; comments while nothing happens."""
         queue: asyncio.Queue[tuple[str, dict[str, Any]] | None] = asyncio.Queue()
-        yield _event("phase", self._desk.view(update).model_dump(mode="json", exclude={"receipt"}))
+        yield _event("phase", self._updates.view(update).model_dump(mode="json", exclude={"receipt"}))
         if update.done.is_set():
             if update.receipt is not None:
                 yield _event("receipt", update.receipt.model_dump(mode="json"))
@@ -167,10 +167,10 @@ class _Face:
             update.watchers.discard(queue)
 
     async def put_manifest(self, digest: str, request: Request) -> dict[str, str]:
-        return {"digest": self._coordinator.desk.put_manifest(digest, await request.body())}
+        return {"digest": self._coordinator.updates.put_manifest(digest, await request.body())}
 
     async def get_manifest(self, digest: str) -> Response:
-        return Response(self._coordinator.desk.manifest(digest), media_type="application/json")
+        return Response(self._coordinator.updates.manifest(digest), media_type="application/json")
 
     # -- fleet
 
@@ -187,7 +187,7 @@ class _Face:
         return await self._coordinator.model()
 
     async def history(self, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> dict[str, list[Receipt]]:
-        return {"receipts": self._desk.history(limit)}
+        return {"receipts": self._updates.history(limit)}
 
     async def join(self, body: JoinBody) -> MemberState:
         return await self._coordinator.joins.join(body.replica, body.url.rstrip("/"))

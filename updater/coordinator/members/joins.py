@@ -44,12 +44,12 @@ class MembershipService:
         directory: MemberDirectory,
         journal: Journal,
         machine: Machine,
-        desk: UpdateService,
+        updates: UpdateService,
         deadlines: Deadlines,
         clock: Clock,
     ) -> None:
         self._make, self._directory, self._journal = make, directory, journal
-        self._machine, self._desk, self._deadlines = machine, desk, deadlines
+        self._machine, self._updates, self._deadlines = machine, updates, deadlines
         self._clock = clock
         self._refused: dict[str, tuple[float, Failure]] = {}
         self._models = Models(directory, deadlines.status_s)
@@ -76,14 +76,14 @@ class MembershipService:
         return [failure for at, failure in self._refused.values() if at >= since]
 
     async def _join(self, replica: str, url: str) -> MemberState:
-        self._desk.must_run()
+        self._updates.must_run()
         async with self._locks.setdefault(replica, asyncio.Lock()):
             participant = self.reach(replica, url)
             try:
                 description = await self.describe(replica, url, participant)
                 old_gone = await self._old_gone(replica)
                 differs = await self._models.differs(self._machine.state, description)
-                self._desk.must_run()
+                self._updates.must_run()
                 self._take_in(replica, MemberHandle(participant, description, description.status), old_gone, differs)
             except BaseException:
                 await participant.close()
@@ -91,7 +91,7 @@ class MembershipService:
         await self._obedience(replica)
         member = self._machine.state.member(replica)
         if member is None:
-            raise self._desk.error(Failure("replica_lost", "it left while it joined", replica=replica))
+            raise self._updates.error(Failure("replica_lost", "it left while it joined", replica=replica))
         return self._directory.view(member, obstacle(self._machine.state, member))
 
     async def _obedience(self, replica: str) -> None:
@@ -119,7 +119,7 @@ class MembershipService:
         try:
             return self._make(replica, url)
         except ValueError as error:
-            raise self._desk.error(Failure("bad_request", str(error), replica=replica)) from None
+            raise self._updates.error(Failure("bad_request", str(error), replica=replica)) from None
 
     def _take_in(
         self, replica: str, contact: MemberHandle, old_gone: bool, differs: tuple[Failure, ...] | None
@@ -136,7 +136,7 @@ class MembershipService:
                 self._directory.put(replica, before)
             else:
                 self._directory.remove(replica)
-            raise self._desk.error(*answer.failures)
+            raise self._updates.error(*answer.failures)
         # A crash before this line loses nothing: a front that was not admitted asks again.
         self._journal.put_member(remembered(contact))
         if before is not None:
@@ -152,26 +152,26 @@ class MembershipService:
         try:
             answer = await participant.call("describe", StatusRequest(), self._deadlines.join_s)
         except Barred as barred:
-            raise self._desk.error(
+            raise self._updates.error(
                 Failure("address_refused", str(barred), replica=replica, hint=_NETWORKS_HINT)
             ) from None
         except Unreachable as silence:
             raise Unavailable(Failure("unreachable", f"{url} does not answer: {silence}", replica=replica)) from None
         except Refusal as refusal:
-            raise self._desk.error(*(_with_key_hint(failure, url) for failure in refusal.failures)) from None
+            raise self._updates.error(*(_with_key_hint(failure, url) for failure in refusal.failures)) from None
         description: Description = answer
         if description.status.replica != replica:
-            raise self._desk.error(
+            raise self._updates.error(
                 Failure("bad_request", f"{url} is replica {description.status.replica!r}", replica=replica)
             )
         numbers = [rank.rank for rank in description.ranks]
         if sorted(numbers) != list(range(len(numbers))):
-            raise self._desk.error(
+            raise self._updates.error(
                 Failure("bad_request", f"its ranks are numbered {numbers}", replica=replica, hint=_RANKS_HINT)
             )
         if description.status.ranks not in (0, len(numbers)):
             count = description.status.ranks
-            raise self._desk.error(
+            raise self._updates.error(
                 Failure("bad_request", f"says {count} ranks and names {numbers}", replica=replica, hint=_RANKS_HINT)
             )
         return replace(description, url=url)
@@ -204,13 +204,13 @@ class MembershipService:
 
         `incarnation`: who says so, None for an operator. `replica_id_taken` if the member is another process.
         """
-        self._desk.must_run()
+        self._updates.must_run()
         member = self._machine.state.member(replica)
         if member is not None and incarnation not in (None, member.incarnation):
-            raise self._desk.error(Failure("replica_id_taken", "another process is the member", replica=replica))
+            raise self._updates.error(Failure("replica_id_taken", "another process is the member", replica=replica))
         answer = self._machine.ask(ev.Left(replica, confirm_dead))
         if isinstance(answer, Denied):
-            raise self._desk.error(*answer.failures)
+            raise self._updates.error(*answer.failures)
         self._journal.remove_member(replica)
         gone = self._directory.remove(replica)
         if gone is not None:
