@@ -1,6 +1,6 @@
 """The coordinator: the parts put together, its life from recovery to the last goodbye, and what it shows.
 
-All methods run on one event loop. Decisions are the fleet machine's (`updater.core`), clients are served at the
+All methods run on one event loop. Decisions are the fleet machine's (`updater.core`), clients are served by
 `updates`, replicas come and go through `joins`.
 """
 
@@ -37,7 +37,6 @@ from updater.server.metrics import Metrics
 from updater.settings import Settings
 
 _log = logging.getLogger("liveweights.coordinator")
-NO_ANSWER = Failure("internal", "a call was not answered")
 
 
 class Coordinator:
@@ -79,8 +78,6 @@ class Coordinator:
         self._callers = Callers(self._clock, deadlines.watch_s)
         self._recovery = FleetRecovery(self._journal, self._directory, self._make, settings, self._clock, self._owner)
         self._leads_nobody = self._adopting = False
-
-    # -- life
 
     async def start(self) -> None:
         """Take the fleet over, recover, and begin to probe. Raises JournalError."""
@@ -174,10 +171,8 @@ class Coordinator:
 
     def _abort_everything(self) -> None:
         """Updates past their decision ignore the abort. Those that wait are aborted first, or they would begin."""
-        running = self.state.update
-        for update in sorted(
-            self.updates.running, key=lambda each: running is not None and each.serial == running.serial
-        ):
+        serial = self.state.update.serial if self.state.update is not None else None
+        for update in sorted(self.updates.running, key=lambda each: each.serial == serial):
             if update.kind is not Kind.CATCH_UP:
                 self._machine.ask(ev.AbortRequested(update.id))
 
@@ -242,10 +237,8 @@ class Coordinator:
     def on_finished(self, finish: Finish, before: Fleet) -> None:
         """The event that ended the update may have removed a member: the receipt still names that member."""
         known = {(member.replica, member.incarnation): member for member in (*before.members, *self.state.members)}
-        facts = finish.result.members
-        self.updates.finished(
-            finish, {fact.replica: self._view(known[fact.replica, fact.incarnation]) for fact in facts}
-        )
+        views = {fact.replica: self._view(known[fact.replica, fact.incarnation]) for fact in finish.result.members}
+        self.updates.finished(finish, views)
 
     def on_admitted(self, replica: str) -> None:
         """The replica serves what is live: shown at once, not only after the next probe."""
@@ -364,8 +357,10 @@ class Coordinator:
         if not self._recovered or self._adopting or self.stopped is not None:
             raise Unavailable(Failure("shut", "the coordinator is recovering, or stops"))
         answer = self._machine.ask(ev.Called(call))
+        if isinstance(answer, Denied):
+            raise Unavailable(*answer.failures)
         if not isinstance(answer, Claimed):
-            raise Unavailable(*answer.failures) if isinstance(answer, Denied) else Unavailable(NO_ANSWER)
+            raise Unavailable(Failure("internal", "a call was not answered"))
         self._callers.heard(call, url, known=answer.claim is Claim.MEMBER)
         return answer
 
