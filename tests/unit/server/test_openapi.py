@@ -1,6 +1,6 @@
 """The OpenAPI documents of the coordinator and of a front are those of tests/golden, byte for byte.
 
-`LIVEWEIGHTS_REGENERATE=1 pytest tests/unit/test_openapi.py` writes them anew; read the difference before committing it:
+`LIVEWEIGHTS_REGENERATE=1 pytest tests/unit/server/test_openapi.py` writes them anew; read the difference before committing it:
 clients of an older release read what it says. Another release of FastAPI or pydantic may say the same in other words.
 """
 
@@ -24,7 +24,7 @@ from updater.server.routes import create_app
 from updater.server.security import Tokens
 from updater.testing.service import LocalService
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 async def coordinator(folder: Path) -> FastAPI:

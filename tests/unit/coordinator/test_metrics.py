@@ -15,7 +15,7 @@ from engine_adapter.replica.app import ReplicaApp
 from updater.core.fleet.state import Phase
 from updater.testing.service import LocalService
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[3] / "docs" / "operations.md"
 DOCUMENTED = frozenset(re.findall(r"^\| `(liveweights_[a-z_]+)` \|", PAGE.read_text(), re.MULTILINE))
 REPLICA = frozenset(name for name in DOCUMENTED if name.startswith("liveweights_replica_"))
 

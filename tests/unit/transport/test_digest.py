@@ -21,7 +21,7 @@ from transports.digest import (
     to_hex,
 )
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "digest.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "digest.md"
 BF16 = torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.bfloat16)
 
 
