@@ -12,9 +12,9 @@ from updater.testing import Machines
 from updater.testing.explorer import Explorer, Rates
 from updater.testing.sweep import COORDINATOR, check_point, points
 
-pytestmark = pytest.mark.slow  # together, not each
-
 SEEDS = 30
+#: One in so many mutants is part of `make check`; together they are slow.
+SMOKE = 8
 
 
 def tries(tested: Machines) -> Iterator[str]:
@@ -42,12 +42,19 @@ def found_by(tested: Machines) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(mutant, id=mutant.name.replace(" ", "-"), marks=[] if n % SMOKE == 0 else pytest.mark.slow)
+        for n, mutant in enumerate(MUTANTS)
+    ],
+)
 def test_the_mutant_is_found_out(mutant: Mutant) -> None:
     with machines(mutant) as broken:
         assert found_by(broken) is not None
 
 
+@pytest.mark.slow
 def test_a_copy_without_a_change_is_sound() -> None:
     """The mutants are found for what they change, not for being copies."""
     with machines(None) as sound:
