@@ -11,7 +11,7 @@ import pytest
 
 from transports.broadcast import BroadcastHub, BroadcastSender
 from transports.shared_memory import SharedMemoryHub, SharedMemorySender
-from transports.stream_contract import StreamContract
+from transports.testing.stream_contract import StreamContract
 
 
 class OverSharedMemory(StreamContract):
