@@ -1,8 +1,8 @@
 """The OpenAPI documents of the coordinator and of a front are those of tests/golden, byte for byte.
 
 `LIVEWEIGHTS_REGENERATE=1 pytest tests/unit/server/test_openapi.py` writes them anew. Read the difference before you
-commit it: clients of an older release read what it says. Another release of FastAPI or pydantic may say the same in other
-words.
+commit it: clients of an older release read what it says. Another release of FastAPI or pydantic may say the same in
+other words.
 """
 
 from __future__ import annotations
