@@ -337,14 +337,14 @@ MUTANTS = (
     one(
         "a lease that ends leaves the admission shut",
         "replica.pause",
-        "    return reopen(bury(state, fence), fence, ())",
-        "    return replace(bury(state, fence), lease_end=None), (ClearLease(),)",
+        "    return reopen(tombstone(state, fence), fence, ())",
+        "    return replace(tombstone(state, fence), lease_end=None), (ClearLease(),)",
     ),
     one(
         "a joiner opens without being asked",
         "replica.install",
-        "    return bury(state, event.fence), ack(event)\n\n\n# --- the way back",
-        "    opened = replace(bury(state, event.fence), state=FrontState.OPEN)\n"
+        "    return tombstone(state, event.fence), ack(event)\n\n\n# --- the way back",
+        "    opened = replace(tombstone(state, event.fence), state=FrontState.OPEN)\n"
         "    return opened, (OpenAdmission(state.live.version, state.live.digest), *ack(event))\n\n\n# ---",
     ),
     one(

@@ -130,8 +130,8 @@ def _replied(state: Fleet, event: events.Replied) -> Moved:
         return lineage.led(state, event)
     if _is_awaited(state, event):
         return flow.acknowledge(state, event.replica, event.reply)
-    debtor = members.owes(state, event.replica, event.verb, event.fence)
-    return members.paid(state, debtor, event) if debtor is not None else (state, ())
+    owing = members.pending_ack(state, event.replica, event.verb, event.fence)
+    return members.acknowledged(state, owing, event) if owing is not None else (state, ())
 
 
 def _refused(state: Fleet, event: events.Refused) -> Moved:
@@ -139,8 +139,8 @@ def _refused(state: Fleet, event: events.Refused) -> Moved:
         return lineage.not_led(state, event)
     if _is_awaited(state, event):
         return flow.refusal(state, event.replica, event.failures)
-    debtor = members.owes(state, event.replica, event.verb, event.fence)
-    return members.unpaid(state, debtor, event) if debtor is not None else (state, ())
+    owing = members.pending_ack(state, event.replica, event.verb, event.fence)
+    return members.refused(state, owing, event) if owing is not None else (state, ())
 
 
 def _is_awaited(state: Fleet, event: events.Replied | events.Refused) -> bool:

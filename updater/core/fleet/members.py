@@ -254,7 +254,7 @@ def _take_back(state: Fleet, member: Member) -> Moved:
     return state.with_member(replace(member, owed=send)), (send,)
 
 
-def owes(state: Fleet, replica: str, verb: str, fence: Fence) -> Member | None:
+def pending_ack(state: Fleet, replica: str, verb: str, fence: Fence) -> Member | None:
     """The member, if this answers what it owes."""
     member = state.member(replica)
     if member is None or member.owed is None:
@@ -262,7 +262,7 @@ def owes(state: Fleet, replica: str, verb: str, fence: Fence) -> Member | None:
     return member if (member.owed.verb, member.owed.fence) == (verb, fence) else None
 
 
-def paid(state: Fleet, member: Member, event: Replied) -> Moved:
+def acknowledged(state: Fleet, member: Member, event: Replied) -> Moved:
     """The acknowledgement that a member owed since an earlier phase."""
     owed = member.owed
     if event.verb == "restore":
@@ -302,7 +302,7 @@ def _reopen_restored(state: Fleet, member: Member, fence: Fence) -> Moved:
     return state.with_member(replace(member, standing=Standing.LOST, owed=send)), (send,)
 
 
-def unpaid(state: Fleet, member: Member, event: Refused) -> Moved:
+def refused(state: Fleet, member: Member, event: Refused) -> Moved:
     """The member refused what it owed. A refused join leaves it joining; anything else is asked again when it is seen,
     unless it is broken.
     """

@@ -19,7 +19,7 @@ from updater.core.replica.state import (
     ShutDown,
     Step,
 )
-from updater.core.replica.steps import ack, begin, bury, failed, finish, planned, reached, refuse, superseded
+from updater.core.replica.steps import ack, begin, failed, finish, planned, reached, refuse, superseded, tombstone
 
 # --- installation
 
@@ -115,14 +115,14 @@ def resume_again(state: ReplicaState, event: Asked, now: float) -> Step:
         return state, refuse(event, "wrong_phase", f"serves {state.live.version}, not {request.version}")
     if request.published:
         return replace(state, released=None), ack(event)
-    return bury(state, event.fence), ack(event)
+    return tombstone(state, event.fence), ack(event)
 
 
 def resume_joining(state: ReplicaState, event: Asked, now: float) -> Step:
     """A joiner that lost the published version is a late joiner; one that was not published to goes on joining."""
     if event.request.published:
         return state, refuse(event, "wrong_phase", "is joining and holds nothing that was published")
-    return bury(state, event.fence), ack(event)
+    return tombstone(state, event.fence), ack(event)
 
 
 # --- the way back
@@ -134,7 +134,7 @@ def restore(state: ReplicaState, event: Asked, now: float) -> Step:
         return state, refuse(event, "wrong_phase", f"{state.live.version} is published")
     if state.postponed is not None:
         return replace(state, postponed=event), superseded(state.postponed)
-    return _postponed_restore(replace(bury(state, event.fence), postponed=event))
+    return _postponed_restore(replace(tombstone(state, event.fence), postponed=event))
 
 
 def _postponed_restore(state: ReplicaState) -> Step:
@@ -182,4 +182,4 @@ def restore_nothing(state: ReplicaState, event: Asked, now: float) -> Step:
     note = state.released
     if note is not None and (note.to, note.serial) == (ReleaseTo.LIVE, event.fence.serial):
         return state, refuse(event, "wrong_phase", f"was released by hand to serve {note.version}")
-    return drop_staging(bury(state, event.fence), event)
+    return drop_staging(tombstone(state, event.fence), event)

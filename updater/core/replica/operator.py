@@ -35,7 +35,7 @@ from updater.core.replica.state import (
     SpareLost,
     Step,
 )
-from updater.core.replica.steps import begin, bury, drop_work, failed, finish, refuse
+from updater.core.replica.steps import begin, drop_work, failed, finish, refuse, tombstone
 
 # --- out of service
 
@@ -145,7 +145,7 @@ def released(state: ReplicaState, event: Done, now: float) -> Step:
     request: ReleaseRequest = state.running[0].request
     after, answers = finish(state, event)
     if request.to is ReleaseTo.PREVIOUS:
-        after = replace(back_on_old(bury(after, event.fence)), state=state.origin)
+        after = replace(back_on_old(tombstone(after, event.fence)), state=state.origin)
     else:
         after = replace(
             after, state=FrontState.OPEN, origin=FrontState.OPEN, plan=None, reached="", digest="", old=None

@@ -25,7 +25,7 @@ from updater.core.replica.state import (
     Step,
     Work,
 )
-from updater.core.replica.steps import begin, bury, drop_work, failed, finish, reached, refuse, superseded
+from updater.core.replica.steps import begin, drop_work, failed, finish, reached, refuse, superseded, tombstone
 
 
 def pause(state: ReplicaState, event: Asked, now: float) -> Step:
@@ -69,7 +69,7 @@ def pause_again(state: ReplicaState, event: Asked, now: float) -> Step:
 def lease_ends(state: ReplicaState, event: LeaseTimer, now: float) -> Step:
     """No message came and nothing is installed: reopen on the old version, and never install this attempt (I9)."""
     fence = Fence(state.fleet, state.epoch, *state.key, state.incarnation, state.owner)
-    return reopen(bury(state, fence), fence, ())
+    return reopen(tombstone(state, fence), fence, ())
 
 
 def reopen(state: ReplicaState, fence: Fence, waiters: tuple[Fence, ...]) -> Step:
@@ -84,7 +84,7 @@ def reopen_old(state: ReplicaState, event: Asked, now: float) -> Step:
     request: ResumeRequest = event.request
     if request.published and state.live != Held(request.version, request.digest):
         return state, refuse(event, "wrong_phase", "has not installed what was published")
-    state = bury(state, event.fence)
+    state = tombstone(state, event.fence)
     work = state.work("resume")
     if work is not None:
         joined = replace(work, waiters=(*work.waiters, event.fence))
@@ -117,7 +117,7 @@ def reopen_failed(state: ReplicaState, event: Failed, now: float) -> Step:
 
 def discard(state: ReplicaState, event: Asked, now: float) -> Step:
     """Tombstone, reopen if paused, drop what the update holds."""
-    state = bury(state, event.fence)
+    state = tombstone(state, event.fence)
     if state.state in (FrontState.CLOSING, FrontState.PAUSED):
         refusals = superseded(state.postponed) if state.postponed else ()
         state = replace(state, postponed=event)

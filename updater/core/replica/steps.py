@@ -88,7 +88,7 @@ def superseded(asked: Asked) -> tuple[ReplicaEffect, ...]:
     return refuse(asked, "replica_fenced", "was asked again")
 
 
-def bury(state: ReplicaState, fence: Fence) -> ReplicaState:
+def tombstone(state: ReplicaState, fence: Fence) -> ReplicaState:
     """The tombstone: nothing up to here may ever install."""
     return replace(state, dead=max(state.dead, (fence.serial, fence.attempt), state.key))
 
