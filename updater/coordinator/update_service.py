@@ -242,10 +242,8 @@ class UpdateService:
 
     def moved(self, before: Fleet, after: Fleet) -> None:
         """Tell the timeline and the watchers the phase of the running update."""
-        if after.update is None:
-            return
-        update = self._by_serial(after.update.serial)
-        if update is None:
+        update = self._by_serial(after.update.serial) if after.update is not None else None
+        if update is None or after.update is None:
             return
         update.attempt = after.update.attempt
         if before.phase is Phase.VERIFYING and after.phase in (Phase.READY, Phase.PAUSING):
@@ -253,6 +251,7 @@ class UpdateService:
         if before.phase is not after.phase or before.update is None:
             update.phase, update.progress = after.phase.value, None
             update.timeline.enter(after.phase, self._clock.now())
+            update.events.enter(after.phase)
             self._show(update)
 
     def _settle(self, update: Update, voted: Transaction) -> None:
@@ -263,21 +262,21 @@ class UpdateService:
 
     def _show(self, update: Update) -> None:
         """Show the update's state to its watchers. Nothing is made within the pause if no client watches."""
-        if update.watchers:
-            update.tell("phase", self.view(update).model_dump(mode="json"))
+        if update.events.watchers:
+            update.events.tell("phase", self.view(update))
 
     def progress(self, serial: int, done: int, total: int) -> None:
         """Bytes of a staging, over all members."""
         update = self._by_serial(serial)
         if update is not None:
             update.progress = ProgressState(done=done, total=total)
-            update.tell("progress", {"phase": update.phase, "done": done, "total": total})
+            update.events.tell("progress", {"phase": update.phase, "done": done, "total": total})
 
     def heard(self, event: ev.Replied) -> None:
         update = self._by_serial(event.fence.serial)
         if update is not None:
             update.heard(event.replica, event.reply)
-            update.tell("progress", {"replica": event.replica, "verb": event.verb, "phase": update.phase})
+            update.events.tell("progress", {"replica": event.replica, "verb": event.verb, "phase": update.phase})
 
     def started(self, started: Started) -> None:
         """The serial becomes durable before anybody hears of it."""

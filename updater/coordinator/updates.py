@@ -12,6 +12,7 @@ from typing import Any
 from updater.coordinator.clock import Clock, Timer
 from updater.coordinator.journal.journal import JournalError, RequestRow
 from updater.coordinator.sources import UNSEEN, SourceSeen
+from updater.coordinator.watching import EventLog
 from updater.core.errors import IN_RECEIPT, grouped, worth_a_retry
 from updater.core.fleet.effects import Outcome, Result
 from updater.core.fleet.state import Phase, Transaction
@@ -30,8 +31,6 @@ from updater.protocol.answers import (
 
 _SHORTENED = "this receipt is old: members, times and warnings are no longer kept"
 _RESTARTED = "the coordinator was restarted meanwhile: not all times of this update are known"
-#: What one watcher may fall behind before it is cut off.
-WATCH_LIMIT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +182,7 @@ class Update:
     manifests: set[str] = field(default_factory=set)
     source: SourceSeen = UNSEEN
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    watchers: set[asyncio.Queue[tuple[str, dict[str, Any]] | None]] = field(default_factory=set)
+    events: EventLog = field(default_factory=EventLog)
 
     def heard(self, replica: str, reply: Any) -> None:
         """Keep what a reply says and the machine does not carry to the end."""
@@ -206,15 +205,6 @@ class Update:
             receipt=self.receipt,
         )
 
-    def tell(self, name: str, data: dict[str, Any]) -> None:
-        """Queue an event for all watchers. A watcher whose queue is full is dropped."""
-        for watcher in list(self.watchers):
-            if watcher.qsize() >= WATCH_LIMIT:
-                self.watchers.discard(watcher)
-                watcher.put_nowait(None)
-            else:
-                watcher.put_nowait((name, data))
-
     def end(self, receipt: Receipt | None) -> None:
         """End all watchers with the receipt, or with None when the coordinator stops."""
         self.receipt = receipt
@@ -222,10 +212,8 @@ class Update:
             self.lease.cancel()
         if receipt is not None:
             self.phase = "ended"
-            self.tell("receipt", receipt.model_dump(mode="json"))
-        for watcher in self.watchers:
-            watcher.put_nowait(None)
-        self.watchers.clear()
+            self.events.tell("receipt", receipt)
+        self.events.end()
         self.done.set()
 
 

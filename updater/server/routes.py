@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -12,6 +10,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from updater.coordinator.coordinator import Coordinator
 from updater.coordinator.updates import Update
+from updater.coordinator.watching import WatchedEvent
 from updater.core.errors import IN_DOCUMENT, Failure, Unavailable
 from updater.core.participant import Call
 from updater.protocol.answers import (
@@ -146,25 +145,19 @@ class _Face:
 
     async def _stream(self, update: Update) -> AsyncIterator[str]:
         """The state now, every change, the receipt; comments while nothing happens."""
-        queue: asyncio.Queue[tuple[str, dict[str, Any]] | None] = asyncio.Queue()
-        yield _event("phase", self._updates.view(update).model_dump(mode="json", exclude={"receipt"}))
-        if update.done.is_set():
-            if update.receipt is not None:
-                yield _event("receipt", update.receipt.model_dump(mode="json"))
-            return
-        update.watchers.add(queue)
+        events = update.events
+        position = events.join()
         try:
-            while True:
-                try:
-                    item = await asyncio.wait_for(queue.get(), KEEP_ALIVE_S)
-                except TimeoutError:
-                    yield ": waiting\n\n"
-                    continue
-                if item is None:
-                    return
-                yield _event(*item)
+            state = self._updates.view(update).model_dump(mode="json", exclude={"receipt"})
+            yield WatchedEvent("phase", state).text
+            if update.done.is_set():
+                if update.receipt is not None:
+                    yield WatchedEvent("receipt", update.receipt).text
+                return
+            async for event in events.after(position, KEEP_ALIVE_S):
+                yield event.text if event is not None else ": waiting\n\n"
         finally:
-            update.watchers.discard(queue)
+            events.leave()
 
     async def put_manifest(self, digest: str, request: Request) -> dict[str, str]:
         return {"digest": self._coordinator.updates.put_manifest(digest, await request.body())}
@@ -234,7 +227,3 @@ class _Face:
         states = [member.state for member in self._coordinator.members()]
         text = self._coordinator.metrics.render(live.label.version if live is not None else None, states)
         return Response(text, media_type=CONTENT_TYPE)
-
-
-def _event(name: str, data: dict[str, Any]) -> str:
-    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"

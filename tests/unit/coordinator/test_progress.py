@@ -18,8 +18,8 @@ def test_a_long_staging_is_shown_and_a_status_without_one_says_nothing(tmp_path:
             one.hold["stage"] = two.hold["stage"] = asyncio.Event()
             begun = (await service.begin(7)).json()
             assert (begun["progress"], begun["serial"] > 0) == (None, True)
-            told: asyncio.Queue[tuple[str, dict[str, object]] | None] = asyncio.Queue()
-            service.coordinator.updates.find("0-7").watchers.add(told)
+            events = service.coordinator.updates.find("0-7").events
+            position = events.join()
             await service.advance(EVERY_S)
             assert (await service.get("/v1/updates/0-7")).json()["progress"] is None
             one.progress, two.progress = (Progress(begun["serial"], done, 100) for done in (30, 45))
@@ -28,24 +28,19 @@ def test_a_long_staging_is_shown_and_a_status_without_one_says_nothing(tmp_path:
             two.progress = Progress(begun["serial"] + 1, 99, 100)  # of another update: not counted
             await service.advance(EVERY_S)
             assert (await service.get("/v1/updates/0-7")).json()["progress"] == {"done": 30, "total": 100}
-            said = [told.get_nowait() for _ in range(told.qsize())]
-            assert said == [
-                ("progress", {"phase": "staging", "done": 75, "total": 200}),
-                ("progress", {"phase": "staging", "done": 30, "total": 100}),
-            ]
             one.hold.pop("stage").set()
             two.hold.pop("stage")
             await settle()
             state = (await service.get("/v1/updates/0-7")).json()
             assert (state["receipt"]["outcome"], state["progress"]) == ("committed", None)
             await service.advance(5 * EVERY_S)
-            assert [item for item in iter_all(told) if item and item[0] == "progress" and "done" in item[1]] == []
+            told = [event async for event in events.after(position, 9.0) if event is not None]
+            assert [event.data for event in told if event.name == "progress" and "replica" not in event.text] == [
+                {"phase": "staging", "done": 75, "total": 200},
+                {"phase": "staging", "done": 30, "total": 100},
+            ]
 
     async def bounded() -> None:
         await asyncio.wait_for(main(), 120)
 
     asyncio.run(bounded())
-
-
-def iter_all(queue: asyncio.Queue[tuple[str, dict[str, object]] | None]) -> list[tuple[str, dict[str, object]] | None]:
-    return [queue.get_nowait() for _ in range(queue.qsize())]
