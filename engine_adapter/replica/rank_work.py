@@ -6,10 +6,10 @@ kept here is per serial and only what the ranks answered: plans, cuts, the insta
 
 from __future__ import annotations
 
+import asyncio
 import time
 
-from engine_adapter.placement.atoms import Combined, combine, make_cuts
-from engine_adapter.placement.coverage import check_sources
+from engine_adapter.placement.atoms import Combined, checked_cuts, combine
 from engine_adapter.placement.values import RankVerifyReply
 from engine_adapter.rank.channel import BytesStaged, RankLabel, StartServing
 from engine_adapter.rank.messages import (
@@ -77,7 +77,11 @@ _PROOFS_KEPT = 8  # live, kept, staged, and a few that were given up
 
 
 class RankWork:
-    """One replica's ranks as one thing. `warnings`: what every receipt says of this replica."""
+    """One replica's ranks as one thing. `warnings`: what every receipt says of this replica.
+
+    What grows with the number of tensors (coverage, cuts, the sum of the votes) is worked out by a thread, from replies
+    that nothing changes any more: streams of the same event loop go on meanwhile.
+    """
 
     def __init__(
         self,
@@ -97,6 +101,7 @@ class RankWork:
         self._warnings = warnings
         self._planned: AgreedPlan | None = None
         self._staging: dict[int, int] = {}  # bytes read, by rank
+        self._discarded = -1  # the last serial that was
         self._staging_serial = 0  # of the staging that runs, or 0
         self._stale_before = (0, 0, False)  # serial and attempt of the last install, and what the gate said before it
         self.dtypes: Rules = ()  # that the start checkpoint's tensors are held in
@@ -193,10 +198,9 @@ class RankWork:
         if len({reply.manifest_digest for reply in replies}) > 1:
             raise refuse("source_changed", "the ranks did not see the same manifest")
         tensors, boxes = replies[0].tensors, [reply.boxes for reply in replies]
-        failures = check_sources(tensors, boxes)
-        if failures:
-            raise Rejected(*failures)
-        return AgreedPlan(request, tuple(replies), make_cuts(tensors, boxes), install)
+        cuts = await asyncio.to_thread(checked_cuts, tensors, boxes)
+        self._refuse_overtaken(plan.serial)
+        return AgreedPlan(request, tuple(replies), cuts, install)
 
     async def stage(self, request: StageRequest) -> StageReply:
         began = time.monotonic()
@@ -253,7 +257,8 @@ class RankWork:
         replies: list[RankVerifyReply] = await self._pool.call("verify", message, deadline_s=deadline_s)
         first = planned.replies[0]
         allowed = () if planned.request is None else planned.request.allow_suspicious
-        combined = combine(first.tensors, first.redundant, planned.cuts, replies, allowed)
+        combined = await asyncio.to_thread(combine, first.tensors, first.redundant, planned.cuts, replies, allowed)
+        self._refuse_overtaken(serial)
         if combined.failures:
             raise Rejected(*combined.failures)
         self._proofs.pop(combined.observed, None)
@@ -327,9 +332,15 @@ class RankWork:
         await self._pool.call("resume", RankResume(serial, deadline), deadline_s=deadline)
 
     async def discard(self, serial: int) -> None:
+        self._discarded = serial
         await self._pool.call("discard", RankDiscard(serial), deadline_s=self._deadlines.discard_s)
         if self._planned is not None and self._planned_serial == serial:
             self._planned = None
+
+    def _refuse_overtaken(self, serial: int) -> None:
+        """Raises Aborted where this update was discarded while a thread worked on what its ranks said (I6)."""
+        if serial == self._discarded:
+            raise Aborted(Failure("client_abort", f"update {serial} was discarded"))
 
     def cancel(self, serial: int) -> None:
         self._pool.cancel_staging(serial)
