@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +97,12 @@ def test_what_is_allowed_is_published_and_said(fleet: LiveFleet) -> None:
         push(path, step(fleet), url=fleet.url, allow_config=["rope_theta"])
     receipt = push(path, step(fleet), url=fleet.url, allow_config=["rope_theta", "rms_norm_eps"])
     assert receipt.outcome == "committed"
-    assert receipt.compared.model_dump() | {"tokenizer": "none"} == ALL
+    assert asdict(receipt.compared) | {"tokenizer": "none"} == ALL
     told = [text for text in receipt.warnings if "allowed" in text]
     assert len(told) == 2
     assert any("0.5" in text for text in told)
     again = fleet.get(f"/v1/updates/{receipt.id}")["receipt"]
-    assert again["compared"] == receipt.compared.model_dump()
+    assert again["compared"] == asdict(receipt.compared)
 
 
 @pytest.mark.case("F01", "F02")
@@ -164,7 +165,7 @@ def test_a_model_says_its_own_config(fleet: LiveFleet, transport: str) -> None:
         chosen["directory"] = fleet.home / "pushed"
     with Pusher(fleet.url, **chosen) as pusher:
         receipt = pusher.push(model, step(fleet), policy={"require_config": True})
-        assert (receipt.outcome, receipt.compared.model_dump()) == ("committed", ALL)
+        assert (receipt.outcome, asdict(receipt.compared)) == ("committed", ALL)
         assert not [text for text in receipt.warnings if text.startswith("config")]
         model.config.rms_norm_eps = 0.5
         with pytest.raises(Rejected) as caught:
@@ -172,7 +173,7 @@ def test_a_model_says_its_own_config(fleet: LiveFleet, transport: str) -> None:
         assert caught.value.code == "config_mismatch"
         assert any("rms_norm_eps" in failure.message for failure in caught.value.failures)
         assert pusher.push(model, step(fleet), allow_config=["rms_norm_eps"]).outcome == "committed"
-        assert pusher.push(model.state_dict(), step(fleet)).compared.model_dump() == NONE
+        assert asdict(pusher.push(model.state_dict(), step(fleet)).compared) == NONE
 
 
 @pytest.mark.case("F01")

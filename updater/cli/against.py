@@ -20,8 +20,9 @@ from transports.disk.source import DiskSource
 from transports.scans import has_normal, judged, nonfinite
 from updater.cli import views
 from updater.core.errors import Failure, LiveweightsError, Unauthorized, Unavailable, grouped, told
+from updater.core.participant import NOT_COMPARED, Compared
 from updater.protocol import wire
-from updater.protocol.answers import ComparedBody, ModelState, Receipt
+from updater.protocol.answers import ModelState, Receipt
 from updater.protocol.manifest import TensorSpec, real_path
 from updater.protocol.model_document import ModelDocument, compare
 
@@ -58,7 +59,7 @@ class Against:
     url: str
     version: str
     replica: str
-    compared: ComparedBody
+    compared: Compared
     planned: bool
     content: Literal["read", "not read"]
     refused: tuple[Failure, ...]
@@ -77,7 +78,7 @@ class Against:
         """JSON-ready."""
         fields = {name: getattr(self, name) for name in ("url", "version", "replica", "planned", "content")}
         return fields | {
-            "compared": self.compared.model_dump(),
+            "compared": wire.plain(self.compared),
             "would_be_refused": bool(self.refused),
             "code": self.code,
             "hint": self.hint,
@@ -104,7 +105,7 @@ def look(path: Path, client: Client, asked: PlannedPush, progress: Progress = la
         url=asked.url,
         version=fleet.version or "",
         replica=fleet.replica,
-        compared=receipt.compared if receipt is not None else ComparedBody(),
+        compared=receipt.compared if receipt is not None else NOT_COMPARED,
         planned=receipt is not None,
         content="read" if read else "not read",
         refused=refused,
@@ -201,7 +202,8 @@ def _live_digests(client: Client, digest: str) -> dict[str, str]:
 
 def show(found: Against) -> None:
     out = views.out
-    rows = [(name, "not compared" if held == "none" else "compared") for name, held in found.compared]
+    compared = wire.plain(found.compared)
+    rows = [(name, "not compared" if held == "none" else "compared") for name, held in compared.items()]
     rows += [("names, shapes, dtypes", "planned by every rank" if found.planned else "refused")]
     rows += [("values", found.content)]
     title = f"against {found.version or 'no version'} of {found.url}"

@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from updater.core.errors import LiveweightsError
-from updater.protocol.answers import FailureBody, FleetState, MemberState, Receipt, VersionState
+from updater.core.errors import Failure, LiveweightsError
+from updater.protocol.answers import FleetState, MemberState, Receipt, VersionState
 from updater.protocol.problems import problem_body
 
 out = Console(width=None if sys.stdout.isatty() else 160)
@@ -143,7 +143,7 @@ def status(version: VersionState, fleet: FleetState) -> None:
         _why(f"{failure.replica} may not join", failure)
 
 
-def _why(who: str, failure: FailureBody) -> None:
+def _why(who: str, failure: Failure) -> None:
     hint = f". Hint: {failure.hint}" if failure.hint else ""
     err.print(f"{escape(who)}: [red]{failure.code}[/red] {escape(failure.message + hint)}")
 

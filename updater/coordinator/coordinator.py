@@ -23,7 +23,6 @@ from updater.coordinator.outbox import Outbox
 from updater.coordinator.recovery import FleetRecovery, RecoveredFleet
 from updater.coordinator.sources import sources_needed
 from updater.coordinator.update_service import UpdateService
-from updater.coordinator.updates import failure_body
 from updater.core.errors import Failure, Unavailable
 from updater.core.fleet import events as ev
 from updater.core.fleet.begin import candidates
@@ -327,9 +326,9 @@ class Coordinator:
         return FleetState(
             fleet=self.settings.fleet,
             identity=self.identity,
-            hold=failure_body(state.hold) if state.hold is not None else None,
+            hold=state.hold,
             strangers=self._callers.strangers(),
-            refused=[failure_body(failure) for failure in self.joins.refused()],
+            refused=self.joins.refused(),
             epoch=state.epoch,
             phase=Phase.STOPPED.value if self.stopped is not None else state.phase.value,
             live_version=self.live_version,

@@ -178,7 +178,7 @@ class UpdateService:
             return None
         if self._machine.state.phase is not Phase.STAGING:
             return None
-        return OfferState.model_validate(wire.plain(running.offer))
+        return OfferState.model_validate(running.offer, from_attributes=True)
 
     def renew(self, update_id: str) -> Update:
         """Raises `lease_expired` if it comes too late; harmless for an update without a lease."""

@@ -18,16 +18,7 @@ from updater.core.fleet.effects import Outcome, Result
 from updater.core.fleet.state import Phase, Transaction
 from updater.core.participant import NOT_COMPARED, Compared, Kind, PlanReply, VerifyReply
 from updater.protocol import wire
-from updater.protocol.answers import (
-    ComparedBody,
-    FailureBody,
-    GroupBody,
-    MemberState,
-    Pause,
-    ProgressState,
-    Receipt,
-    UpdateState,
-)
+from updater.protocol.answers import MemberState, Pause, ProgressState, Receipt, UpdateState
 
 _SHORTENED = "this receipt is old: members, times and warnings are no longer kept"
 _RESTARTED = "the coordinator was restarted meanwhile: not all times of this update are known"
@@ -232,9 +223,9 @@ def receipt_of(
         kind=result.kind.value,
         outcome=result.outcome.value,
         reason=result.reason or None,
-        failures=[failure_body(failure) for failure in result.failures[:IN_RECEIPT]],
+        failures=list(result.failures[:IN_RECEIPT]),
         failures_count=len(result.failures),
-        groups=[GroupBody.model_validate(wire.plain(group)) for group in grouped(result.failures)],
+        groups=list(grouped(result.failures)),
         retryable=worth_a_retry(result.failures, update.plans),
         version=str(result.version) if result.version is not None else update.version,
         live_version=str(result.live.version) if result.live is not None else None,
@@ -242,7 +233,7 @@ def receipt_of(
         manifest_digest=result.manifest_digest,
         observed=dict(update.observed) or facts.observed,
         proof=_proof(result.proof or facts.proof),
-        compared=_compared(result.compared if result.compared != NOT_COMPARED else facts.compared),
+        compared=result.compared if result.compared != NOT_COMPARED else facts.compared,
         install=next((plan.install.value for plan in plans), facts.install),
         bytes_read=result.bytes_read or facts.bytes_read,
         tensors=max((plan.tensors for plan in plans), default=facts.tensors),
@@ -272,23 +263,6 @@ def _after(member: MemberState, standing: str, result: Result) -> MemberState:
     if result.outcome is Outcome.COMMITTED and result.rollback_to is not None:
         changes |= {"spare": "previous", "spare_version": str(result.rollback_to.version)}
     return member.model_copy(update=changes)
-
-
-def failure_body(failure: Any) -> FailureBody:
-    """A core `Failure` as the API shows it."""
-    return FailureBody(
-        code=failure.code,
-        message=failure.message,
-        replica=failure.replica,
-        rank=failure.rank,
-        tensor=failure.tensor,
-        file=failure.file,
-        hint=failure.hint,
-    )
-
-
-def _compared(compared: Compared) -> ComparedBody:
-    return ComparedBody(config=compared.config, tokenizer=compared.tokenizer, quantisation=compared.quantisation)
 
 
 def _proof(text: str) -> Any:

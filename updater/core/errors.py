@@ -35,7 +35,7 @@ IN_DOCUMENT, IN_RECEIPT = 100, 1000
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One thing that went wrong at one place. Strings only; empty fields do not apply.
+    """One thing that went wrong at one place. Empty fields do not apply.
 
     `hint`: the way out, where there is one: the argument to pass, the option to set or the command to run. Left out, it
     is the usual one of the code.

@@ -5,32 +5,17 @@ Times are Unix seconds, durations are named by their unit.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 
+from updater.core.errors import Failure, Group
+from updater.core.participant import NOT_COMPARED, Compared, Seats
+from updater.protocol.problems import known_failure, known_group
 
-class FailureBody(BaseModel):
-    code: str
-    message: str
-    replica: str = ""
-    rank: int | None = None
-    tensor: str = ""
-    file: str = ""
-    hint: str = ""
-
-
-class GroupBody(BaseModel):
-    """The failures of one code: `updater.core.errors.Group`."""
-
-    code: str
-    count: int
-    examples: list[FailureBody]
-    hint: str = ""
-    replicas: int = 0
-    ranks: int = 0
-    tensors: int = 0
-    files: int = 0
+# A coordinator or a journal of another release may tell a code that this one does not know: it is read as `internal`.
+ToldFailure = Annotated[Failure, BeforeValidator(known_failure)]
+ToldGroup = Annotated[Group, BeforeValidator(known_group)]
 
 
 class DtypesState(BaseModel):
@@ -41,14 +26,6 @@ class DtypesState(BaseModel):
     fingerprint: str
     dtypes: dict[str, str]
     replicas: list[str]
-
-
-class ComparedBody(BaseModel):
-    """What of a version, beside its tensors, was held against the engines before the pause: `engine`, or `none`."""
-
-    config: Literal["engine", "none"] = "none"
-    tokenizer: Literal["engine", "none"] = "none"
-    quantisation: Literal["engine", "none"] = "none"
 
 
 class MemberState(BaseModel):
@@ -67,7 +44,7 @@ class MemberState(BaseModel):
     engine: str = ""
     model: str = ""
     ranks: list[dict[str, Any]] = []
-    failures: list[FailureBody] = []
+    failures: list[ToldFailure] = []
     hint: str = ""
     release: str = ""
     coordinator_release: str = ""
@@ -100,9 +77,9 @@ class Receipt(BaseModel):
     kind: Literal["update", "rollback", "catch_up"]
     outcome: Literal["committed", "planned", "rejected", "aborted", "rolled_back"]
     reason: str | None
-    failures: list[FailureBody]
+    failures: list[ToldFailure]
     failures_count: int = 0
-    groups: list[GroupBody] = []
+    groups: list[ToldGroup] = []
     retryable: bool = False
     version: str
     live_version: str | None
@@ -110,7 +87,7 @@ class Receipt(BaseModel):
     manifest_digest: str
     observed: dict[str, str]
     proof: Literal["digests", "structure_only", ""]
-    compared: ComparedBody = ComparedBody()
+    compared: Compared = NOT_COMPARED
     install: str
     bytes_read: int
     tensors: int
@@ -128,22 +105,14 @@ class Receipt(BaseModel):
     ended_at: float
 
 
-class SeatsState(BaseModel):
-    """The receivers of one replica in a stream: numbers `first` to `first + ranks`."""
-
-    replica: str
-    incarnation: str
-    first: int
-    ranks: int
-
-
 class OfferState(BaseModel):
     """A stream as its receivers were told of it: what a sender needs to know of them."""
 
+    # Not the core's `StreamOffer`: here the seats are always told, and a kind of a later release can be read.
     kind: str
     address: str
     session: str
-    seats: list[SeatsState]
+    seats: list[Seats]
 
 
 class ProgressState(BaseModel):
@@ -178,14 +147,6 @@ class VersionState(BaseModel):
     manifest_digest: str
     since: float | None
     rollback_to: str | None
-    epoch: int
-
-
-class ClaimState(BaseModel):
-    """`claim`: what the front is to this coordinator. `fleet`: the coordinator's, empty while it has none."""
-
-    claim: Literal["member", "removed", "unknown"]
-    fleet: str
     epoch: int
 
 
@@ -226,9 +187,9 @@ class FleetState(BaseModel):
 
     fleet: str
     identity: str = ""
-    hold: FailureBody | None = None
+    hold: ToldFailure | None = None
     strangers: list[StrangerState] = []
-    refused: list[FailureBody] = []
+    refused: list[ToldFailure] = []
     epoch: int
     phase: str
     live_version: str | None

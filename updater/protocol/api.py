@@ -46,6 +46,7 @@ Glob = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 
 
 class PolicyBody(_Body):
+    # Not the core's `Policy`, which has none of these limits and keeps pairs where JSON has objects and lists.
     in_flight: InFlight = Field(default=InFlight.DRAIN, strict=False)
     cache: CachePolicy = Field(default=CachePolicy.RESET, strict=False)
     install: InstallMode = Field(default=InstallMode.AUTO, strict=False)

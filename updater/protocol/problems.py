@@ -102,10 +102,23 @@ def failures_of(document: object, *, fallback: str = "internal") -> tuple[Failur
     return tuple(found)
 
 
+def known_failure(told: Any, fallback: str = "internal") -> Any:
+    """The JSON of a failure, with `fallback` for a code that this release does not know."""
+    if not isinstance(told, Mapping):
+        return told
+    code = told.get("code")
+    return told if isinstance(code, str) and code in CODES else {**told, "code": fallback}
+
+
+def known_group(told: Any) -> Any:
+    """The same for the examples of a group. Its own code is a text, and stays."""
+    examples = told.get("examples") if isinstance(told, Mapping) else None
+    return {**told, "examples": [known_failure(each) for each in examples]} if isinstance(examples, list) else told
+
+
 def _failure(entry: object, fallback: str) -> Failure:
-    known = isinstance(entry, Mapping) and entry.get("code") in CODES
     try:
-        return wire.build(Failure, {**entry, "code": fallback} if isinstance(entry, Mapping) and not known else entry)
+        return wire.build(Failure, known_failure(entry, fallback))
     except (wire.WireError, ValueError):
         return Failure(fallback, str(entry)[:500])
 
@@ -129,13 +142,14 @@ def receipt_error(receipt: Receipt, live_version: str | None = None) -> Liveweig
     """None for a committed or planned one. `live_version`: where more is known than when it ended."""
     if receipt.outcome not in KINDS:
         return None
-    document = receipt.model_dump(mode="json")
-    failures = document["failures"] or [{"code": receipt.reason or "internal", "message": receipt.outcome}]
-    told = {**document, "failures": failures, "receipt": document}
-    told |= {"live_version": live_version or receipt.live_version}
-    if not receipt.groups:  # a receipt of 0.1.0 says neither them nor whether to try again
-        del told["retryable"]
-    return error_of(200, told)
+    reason = {"code": receipt.reason, "message": receipt.outcome}
+    return KINDS[receipt.outcome](
+        *(receipt.failures or (_failure(reason, "internal"),)),
+        live_version=live_version or receipt.live_version,
+        receipt=receipt.model_dump(mode="json"),
+        groups=tuple(receipt.groups),
+        retryable=receipt.retryable if receipt.groups else None,  # a receipt of 0.1.0 says neither
+    )
 
 
 def _groups(told: Iterable[object]) -> tuple[Group, ...]:

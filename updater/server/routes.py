@@ -12,9 +12,8 @@ from updater.coordinator.coordinator import Coordinator
 from updater.coordinator.updates import Update
 from updater.coordinator.watching import WatchedEvent
 from updater.core.errors import IN_DOCUMENT, Failure, Unavailable
-from updater.core.participant import Call
+from updater.core.participant import Call, Claimed
 from updater.protocol.answers import (
-    ClaimState,
     DtypesState,
     FleetState,
     MemberState,
@@ -81,7 +80,7 @@ class _Face:
         app.get("/v1/history")(self.history)
         app.post("/v1/fleet/replicas", status_code=201, response_model=MemberState)(self.join)
         app.get("/v1/fleet/replicas/{replica}", response_model=MemberState)(self.member)
-        app.post("/v1/fleet/replicas/{replica}/claim", response_model=ClaimState)(self.claim)
+        app.post("/v1/fleet/replicas/{replica}/claim", response_model=Claimed)(self.claim)
         app.delete("/v1/fleet/replicas/{replica}", status_code=204, response_class=Response)(self.leave)
         app.get("/v1/fleet/model", response_model=ModelState)(self.model)
         app.post("/v1/fleet/adopt", response_model=FleetState)(self.adopt)
@@ -188,11 +187,10 @@ class _Face:
     async def member(self, replica: str) -> MemberState:
         return self._coordinator.member(replica)
 
-    async def claim(self, replica: str, body: ClaimBody) -> ClaimState:
+    async def claim(self, replica: str, body: ClaimBody) -> Claimed:
         """Asked by a front of itself, every few seconds."""
         call = Call(replica, **body.model_dump(exclude={"url"}))
-        said = self._coordinator.claim(call, body.url.rstrip("/"))
-        return ClaimState(claim=said.claim.value, fleet=said.fleet, epoch=said.epoch)
+        return self._coordinator.claim(call, body.url.rstrip("/"))
 
     async def leave(
         self,

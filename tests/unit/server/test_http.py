@@ -10,10 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from updater.core.errors import Failure, Rejected, RolledBack, Unauthorized, Unavailable
 from updater.protocol import problems
+from updater.protocol.answers import FleetState, ToldGroup
 from updater.server import guard as http
 from updater.server.security import ADMIN_ENV, ConfigurationError, Tokens, check_bind, is_loopback
 
@@ -270,6 +271,21 @@ def test_documents_of_others_are_read_with_care() -> None:
     assert isinstance(
         problems.error_of(401, problems.problem_body(Unauthorized(Failure("unauthorized", "x")))), Unauthorized
     )
+
+
+def test_answers_of_another_release_are_read_with_care() -> None:
+    new = {"code": "from_the_future", "message": "x", "replica": "r1", "rank": 2}
+    group = {"code": "from_the_future", "count": 9, "examples": [new]}
+    state = {"phase": "IDLE", "epoch": 1, "live_version": None, "rollback_to": None, "update": None}
+    fleet = FleetState.model_validate(
+        {**state, "fleet": "f", "sources_needed": [], "members": [], "hold": new, "refused": [new]}
+    )
+    assert fleet.refused == [fleet.hold] == [Failure("internal", "x", replica="r1", rank=2)]
+    read = TypeAdapter(ToldGroup).validate_python(group)
+    assert (read.code, read.count, read.examples) == ("from_the_future", 9, (fleet.hold,))
+    for odd in (7, {}, {"code": [], "message": "x", "rank": "two"}):
+        with pytest.raises(ValueError):
+            FleetState.model_validate({**fleet.model_dump(), "hold": odd})
 
 
 @pytest.mark.case("F26")

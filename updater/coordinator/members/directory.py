@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from updater.coordinator.clock import Clock
 from updater.coordinator.members.participants import Participant, Refusal, Unreachable
-from updater.coordinator.updates import failure_body
 from updater.core.errors import Failure
 from updater.core.fleet.events import Event, Lost, Seen
 from updater.core.fleet.members import cure, shown
@@ -162,7 +161,7 @@ class MemberDirectory:
             engine=description.engine if description is not None else "",
             model=description.model if description is not None else "",
             ranks=[wire.plain(rank) for rank in description.ranks] if description is not None else [],
-            failures=[failure_body(failure) for failure in failures],
+            failures=failures,
             hint=cure(state),
             release=status.release if status is not None else "",
             coordinator_release=RELEASE,
