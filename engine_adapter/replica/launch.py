@@ -7,17 +7,13 @@ front asks its coordinator to admit it. SIGTERM and Ctrl-C undo all of it and le
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import uvicorn
 
 from engine_adapter.base import GenerateRequest
 from engine_adapter.rank.channel import CancelRequest
@@ -29,7 +25,7 @@ from engine_adapter.replica.lifecycle import Membership, ReplicaLifecycle
 from engine_adapter.replica.rank_work import RankWork
 from engine_adapter.replica.ranks import PoolSettings, RankPool
 from updater.core.errors import Failure, LiveweightsError
-from updater.server.connections import BACKLOG, BoundedServer
+from updater.server.connections import BoundedServer, listen
 from updater.server.security import Tokens, check_bind
 
 _log = logging.getLogger("liveweights.front")
@@ -116,14 +112,6 @@ def run_engine(wanted: FrontSettings) -> int:
     return asyncio.run(run())
 
 
-class _Server(BoundedServer):
-    """Signals are the replica's: the order of stopping matters."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class _PoolEngine:
     """The gate's view of the ranks."""
 
@@ -148,9 +136,7 @@ class Replica:
 
     def __init__(self, wanted: FrontSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = wanted
-        self._socket = socket.create_server((wanted.host, wanted.port), backlog=BACKLOG)
-        # What it accepts inherits this; asyncio sets it only where the protocol number was given.
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = listen(wanted.host, wanted.port)
         self.port: int = self._socket.getsockname()[1]
         self.name = wanted.replica or f"{wanted.host}-{self.port}"
         model = str(wanted.model.resolve())
@@ -167,8 +153,7 @@ class Replica:
         self.life = ReplicaLifecycle(self._membership(), self.work, self.gate, self.face, clock)
         text = ModelText.load(wanted.model, Path(model).name)
         app = make_app(self.face, self.gate, text, wanted.tokens, self.url)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2)
-        self.server = _Server(config)
+        self.server = BoundedServer(app, end_s=2)
 
     def _membership(self) -> Membership:
         wanted = self.settings

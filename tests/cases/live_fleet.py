@@ -17,7 +17,6 @@ from typing import Any
 
 import httpx
 import psutil
-import uvicorn
 
 from engine_adapter.rank.messages import RankDigests, RankStatus
 from engine_adapter.replica.launch import FrontSettings, Replica
@@ -26,8 +25,8 @@ from updater.coordinator.coordinator import Coordinator
 from updater.core.participant import FrontStatus
 from updater.demo.processes import free_port
 from updater.protocol import wire
+from updater.server.connections import BoundedServer, listen
 from updater.server.routes import create_app
-from updater.server.serving import bind
 from updater.settings import Deadlines, Settings
 
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -81,10 +80,9 @@ class LiveFleet:
             probe_every_s=0.2, status_s=self._status_s, lost_after=2, retry_first_s=0.02, shutdown_s=10.0
         )
         settings = Settings(state=self.home / "state", port=0, roots=(self.home,), deadlines=deadlines, new_fleet=True)
-        with bind(settings) as listener:
+        with listen(settings.host, settings.port) as listener:
             coordinator = Coordinator(settings)
-            config = uvicorn.Config(create_app(coordinator), lifespan="off", log_level="warning", access_log=False)
-            server = uvicorn.Server(config)
+            server = BoundedServer(create_app(coordinator), end_s=5)
             await coordinator.start()
             try:
                 self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -19,9 +19,9 @@ import pytest
 from fastapi.routing import APIRoute
 
 from updater.core.errors import Failure
+from updater.server.connections import listen
 from updater.server.routes import create_app
 from updater.server.security import ConfigurationError, Tokens
-from updater.server.serving import bind
 from updater.settings import Settings
 from updater.testing.fronts import digest_of, settle
 from updater.testing.service import LocalService
@@ -149,7 +149,7 @@ def test_nothing_is_unpickled(tmp_path: Path, encoding: str) -> None:
 
 @pytest.mark.case("B153")
 def test_loopback_by_default_and_no_public_bind_without_a_token(tmp_path: Path) -> None:
-    listener = bind(Settings(state=tmp_path, port=0))
+    listener = listen(Settings(state=tmp_path).host, 0)
     try:
         assert listener.getsockname()[0] == "127.0.0.1"
     finally:

@@ -98,7 +98,7 @@ def serve(
         try:
             run(settings, take_over=take_over)
         except OSError as error:
-            raise Unavailable(Failure("unreachable", f"{host} port {port}: {error.strerror}")) from None
+            raise Unavailable(Failure("unreachable", str(error.strerror))) from None
 
 
 @app.command()

@@ -12,6 +12,8 @@ import asyncio
 import logging
 import resource
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,14 +163,45 @@ class _Named:
         await self._app({**scope, CONNECTION: self._line}, receive, send)
 
 
-class BoundedServer(uvicorn.Server):
-    """uvicorn over sockets that listen already, with bounds on their connections."""
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for a `BoundedServer`. Raises OSError for an address that is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The protocol is named, or asyncio does not see TCP and leaves Nagle on: 40 ms for every answer in two parts.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"{host} port {port}: {error.strerror or error}") from None
+    listener.set_inheritable(False)
+    return listener
 
-    def __init__(self, config: uvicorn.Config, bounds: Bounds | None = None) -> None:
-        lobby = Lobby(bounds)
-        config.http = type("Line", (Line,), {"lobby": lobby})
-        config.backlog = _ACCEPT
+
+class BoundedServer(uvicorn.Server):
+    """uvicorn over sockets that listen already, with bounds on their connections. Signals are left to its caller.
+
+    `end_s`: how long its end waits for requests that run. `keep_alive_s`: between two requests of a connection.
+    """
+
+    def __init__(self, app: ASGIApp, *, end_s: int, keep_alive_s: int = 5, bounds: Bounds | None = None) -> None:
+        config = uvicorn.Config(
+            app,
+            http=type("Line", (Line,), {"lobby": Lobby(bounds)}),
+            backlog=_ACCEPT,
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=end_s,
+            timeout_keep_alive=keep_alive_s,
+        )
         super().__init__(config)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

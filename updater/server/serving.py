@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import uvicorn
+from starlette.types import ASGIApp
 
 from updater.coordinator.coordinator import Coordinator
 from updater.coordinator.journal.journal import Journal
 from updater.coordinator.journal.state_folder import StateFolder
 from updater.core.errors import Failure
-from updater.server.connections import BACKLOG, BoundedServer
+from updater.server.connections import BoundedServer, listen
 from updater.server.routes import create_app
 from updater.settings import Settings
 
@@ -28,8 +28,8 @@ _log = logging.getLogger("liveweights.coordinator")
 class _Server(BoundedServer):
     """uvicorn, with its end in our hands: updates end before it waits for the clients that wait for them."""
 
-    def __init__(self, config: uvicorn.Config, coordinator: Coordinator) -> None:
-        super().__init__(config)
+    def __init__(self, app: ASGIApp, coordinator: Coordinator) -> None:
+        super().__init__(app, end_s=5, keep_alive_s=75)
         self._coordinator = coordinator
 
     @contextmanager
@@ -59,30 +59,14 @@ class _Server(BoundedServer):
         await super().shutdown(sockets)
 
 
-def bind(settings: Settings) -> socket.socket:
-    """The listening socket. Bound before the journal is touched: of two coordinators with one address, the second
-    ends here and takes nothing over."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # The protocol is named, or asyncio does not see TCP and leaves Nagle on: 40 ms for every answer in two parts.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((settings.host, settings.port))
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    listener.set_inheritable(False)
-    return listener
-
-
 def serve(
     settings: Settings, open_journal: Callable[[Path, str], Journal] = Journal, *, take_over: bool = False
 ) -> None:
     """Run a coordinator until SIGINT or SIGTERM. Raises SystemExit(1) if it had to stop by itself, OSError if the
     address is taken, and LiveweightsError if the state folder cannot be used: a living coordinator has it (unless
     `take_over`), or its journal is not for this release."""
-    with closing(bind(settings)) as listener, StateFolder.open(settings, take_over=take_over):
+    # Bound before the journal is touched: of two coordinators with one address, the second ends here.
+    with closing(listen(settings.host, settings.port)) as listener, StateFolder.open(settings, take_over=take_over):
         stopped = asyncio.run(_serve(settings, listener, open_journal))
     if stopped is not None:
         raise SystemExit(1)
@@ -103,16 +87,7 @@ async def _serve(
             server.should_exit = True
 
     coordinator = Coordinator(settings, on_stop=on_stop, journal=open_journal(settings.state_folder, settings.fleet))
-    config = uvicorn.Config(
-        create_app(coordinator),
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=5,
-        timeout_keep_alive=75,
-    )
-    servers.append(_Server(config, coordinator))
+    servers.append(_Server(create_app(coordinator), coordinator))
     host, port = listener.getsockname()[:2]
     try:
         await coordinator.start()

@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
 from updater.server import guard as http
-from updater.server.connections import BACKLOG, BoundedServer, Bounds
+from updater.server.connections import BoundedServer, Bounds, listen
 from updater.server.security import FrontKeys, Tokens, front_key
 
 pytestmark = pytest.mark.case("F40")
@@ -63,15 +62,8 @@ def run(
     @asynccontextmanager
     async def serving() -> AsyncIterator[World]:
         world = World(tokens or Tokens())
-        config = uvicorn.Config(
-            world.app,
-            log_level="error",
-            lifespan="off",
-            timeout_keep_alive=keep_alive,
-            timeout_graceful_shutdown=5,
-        )
-        server = BoundedServer(config, bounds)
-        listener = await asyncio.to_thread(_listen)
+        server = BoundedServer(world.app, end_s=5, keep_alive_s=keep_alive, bounds=bounds)
+        listener = listen("127.0.0.1", 0)
         world.port = listener.getsockname()[1]
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
@@ -87,12 +79,6 @@ def run(
             await main(world)
 
     asyncio.run(asyncio.wait_for(bounded(), 100))
-
-
-def _listen():  # type: ignore[no-untyped-def]
-    import socket
-
-    return socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
 
 
 async def closed(reader: asyncio.StreamReader) -> bool:

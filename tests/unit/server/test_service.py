@@ -15,9 +15,9 @@ from updater.core.fleet.state import Phase
 from updater.core.policy import Policy
 from updater.core.version import Version
 from updater.protocol.api import PolicyBody, UpdateRequest
+from updater.server.connections import listen
 from updater.server.metrics import Metrics
 from updater.server.routes import create_app
-from updater.server.serving import bind
 from updater.settings import Settings
 from updater.testing.service import LocalService
 
@@ -67,12 +67,12 @@ def test_the_routes_are_those_of_the_protocol(tmp_path: Path) -> None:
 
 def test_the_socket_says_that_it_is_tcp(tmp_path: Path) -> None:
     """Otherwise asyncio leaves Nagle on, and every answer takes 40 ms."""
-    listener = bind(Settings(state=tmp_path, port=0))
+    settings = Settings(state=tmp_path)
+    listener = listen(settings.host, 0)
     with listener:
         assert listener.proto == socket.IPPROTO_TCP
-        taken = Settings(state=tmp_path, port=listener.getsockname()[1])
         with pytest.raises(OSError):
-            bind(taken)
+            listen(settings.host, listener.getsockname()[1])
 
 
 def test_roots_are_resolved_and_default_to_the_state_folder(tmp_path: Path) -> None:
