@@ -17,6 +17,7 @@ import torch
 from transports.buckets import Bucket, Plans, StreamPlan
 from updater.core.errors import Aborted, Failure
 from updater.core.participant import StreamOffer
+from updater.protocol.events import event_text
 
 #: A committed update, as the API answers it.
 RECEIPT: dict[str, Any] = {
@@ -256,7 +257,7 @@ def _handler(owner: FakeCoordinator) -> type[BaseHTTPRequestHandler]:
                 self.send_response(200)
                 self.end_headers()
                 for name, data in owner.told():
-                    self.wfile.write(f"event: {name}\ndata: {json.dumps(data)}\n\n".encode())
+                    self.wfile.write(event_text(data, name).encode())
             else:
                 self.respond()
 

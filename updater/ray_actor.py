@@ -22,6 +22,7 @@ import ray
 from updater.coordinator.coordinator import Coordinator
 from updater.coordinator.journal.state_folder import StateFolder
 from updater.core.errors import Failure, refuse
+from updater.protocol.events import EventParser
 from updater.ray import local_app as in_process
 from updater.ray.calls import COORDINATOR, NAMESPACE, Address, Handle
 from updater.ray.local_app import LoopThread
@@ -129,11 +130,13 @@ class CoordinatorActor:
     async def events(self, update: str) -> AsyncIterator[dict[str, Any]]:
         """`{"event", "data"}`: the state now, every change, the receipt. For an unknown update one `problem`."""
         async with aclosing(self._face.stream("GET", f"{_update(update)}/events")) as pieces:
-            status = await anext(pieces)
-            async for piece in pieces:
-                event = _event(str(piece)) if status == 200 else {"event": "problem", "data": json.loads(str(piece))}
-                if event is not None:
-                    yield event
+            status, parser = await anext(pieces), EventParser()
+            async for piece in pieces:  # whole events, or the whole problem
+                if status != 200:
+                    yield {"event": "problem", "data": json.loads(str(piece))}
+                    continue
+                for event in filter(None, map(parser.feed, str(piece).splitlines())):
+                    yield {"event": event[0], "data": event[1]}
 
     # -- fleet
 
@@ -233,9 +236,3 @@ def stop_coordinator(coordinator: Handle, timeout_s: float = 60.0) -> None:
 
 def _update(update: str) -> str:
     return f"/v1/updates/{quote(update, safe='')}"
-
-
-def _event(text: str) -> dict[str, Any] | None:
-    """One server-sent event of ours; None for the comments that keep a connection awake."""
-    fields = dict(line.partition(": ")[::2] for line in text.strip().splitlines() if not line.startswith(":"))
-    return {"event": fields["event"], "data": json.loads(fields["data"])} if "data" in fields else None

@@ -24,6 +24,7 @@ from engine_adapter.base import GenerateRequest
 from engine_adapter.replica.admission import Gate
 from engine_adapter.replica.replies import ReplyPiece, RunningReply, Wanted, stale_prefix, version_of
 from updater.core.errors import Failure, Unavailable, refuse
+from updater.protocol.events import EVENT_STREAM, event_text
 from updater.protocol.problems import problem_body
 from updater.server.guard import problem
 
@@ -106,7 +107,7 @@ class Completions:
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         running = await self._admitted(body, request)
         if body.stream:
-            return StreamingResponse(self._chunks(running), media_type="text/event-stream")
+            return StreamingResponse(self._chunks(running), media_type=EVENT_STREAM)
         return await self._whole(running, request)
 
     async def _admitted(self, body: CompletionRequest, request: Request) -> RunningReply:
@@ -162,13 +163,13 @@ class Completions:
         choice = self._choice("".join(parts), running.tokens, running.finish_reason)
         return JSONResponse(self._envelope(running, choice) | self._ending(running))
 
-    async def _chunks(self, running: RunningReply) -> AsyncIterator[bytes]:
+    async def _chunks(self, running: RunningReply) -> AsyncIterator[str]:
         stream = TextStream(self._text.tokenizer)
         async with aclosing(self._bounded(running)) as pieces:
             async for piece in pieces:
                 chunk = self._chunk(running, piece, stream)
-                yield b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
-        yield b"data: [DONE]\n\n"
+                yield event_text(chunk)
+        yield "data: [DONE]\n\n"
 
     def _chunk(self, running: RunningReply, piece: ReplyPiece, stream: TextStream) -> dict[str, Any]:
         last = piece.finish_reason is not None

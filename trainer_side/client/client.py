@@ -18,6 +18,7 @@ import httpx
 from trainer_side.client import protocol
 from trainer_side.client.protocol import HttpAnswer, HttpCall, HttpSteps, NoAnswer, Wait
 from updater.core.errors import Failure, Unavailable, refuse
+from updater.protocol.events import EventParser
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -162,7 +163,7 @@ class Client:
 
         `canceller`, from another thread, ends it at once. Raises Unavailable when the connection breaks or is ended.
         """
-        parser, canceller = protocol.EventParser(), canceller or Canceller()
+        parser, canceller = EventParser(), canceller or Canceller()
         try:
             with self._http.stream("GET", f"{protocol.update_path(update)}/events", **_EVENTS) as response:
                 if response.status_code != 200:
@@ -237,7 +238,7 @@ class AsyncClient:
 
     async def events(self, update: str) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
         """As `Client.events`."""
-        parser = protocol.EventParser()
+        parser = EventParser()
         try:
             async with self._http.stream("GET", f"{protocol.update_path(update)}/events", **_EVENTS) as response:
                 if response.status_code != 200:

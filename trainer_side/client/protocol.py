@@ -261,34 +261,6 @@ def _post(path: str, body: Mapping[str, Any] | None = None, wait_s: float | None
     return HttpCall("POST", path, body, (("wait", "true"),), wait_s)
 
 
-class EventParser:
-    """Server-sent events line by line, as the WHATWG HTML standard describes the format."""
-
-    def __init__(self) -> None:
-        self._name = "message"
-        self._data: list[str] = []
-
-    def feed(self, line: str) -> tuple[str, Mapping[str, Any]] | None:
-        """One line without its ending; the event that it completes as (name, data), if any. Comments and events without
-        a JSON object are skipped.
-        """
-        if line:
-            field, _, value = line.partition(":")
-            value = value.removeprefix(" ")
-            if field == "event":
-                self._name = value
-            elif field == "data":
-                self._data.append(value)
-            return None
-        name, text = self._name, "\n".join(self._data)
-        self._name, self._data = "message", []
-        try:
-            data = json.loads(text) if text else None
-        except ValueError:
-            return None
-        return (name, data) if isinstance(data, dict) else None
-
-
 def _has_default(body: Mapping[str, Any]) -> bool:
     """Whether the same body, sent again, gets the same `run-step` and means the same update.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from updater.core.fleet.state import Phase
+from updater.protocol.events import event_text
 
 #: Events of one update that are kept: what a watcher may fall behind before it is cut off.
 WATCH_LIMIT = 1000
@@ -42,7 +42,7 @@ class WatchedEvent:
     def text(self) -> str:
         """As it stands in an event stream."""
         data = self.data.model_dump(mode="json") if isinstance(self.data, BaseModel) else self.data
-        return f"event: {self.name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
+        return event_text(data, self.name)
 
 
 class EventLog:

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import httpx
 
+from updater.protocol.events import EventParser
+
 REPLY_S = 300.0  # only a hang takes as long
 _TURNED_AWAY_PAUSE_S = 0.1
 
@@ -112,12 +114,8 @@ class Load:
 
 
 async def _read_stream(response: httpx.Response) -> list[dict[str, Any]]:
-    chunks = []
-    async for line in response.aiter_lines():
-        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-        if data and data != "[DONE]":
-            chunks.append(json.loads(data))
-    return chunks
+    parser = EventParser()
+    return [dict(event[1]) async for line in response.aiter_lines() if (event := parser.feed(line))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from updater.protocol.answers import (
     VersionState,
 )
 from updater.protocol.api import AbortBody, AdoptBody, ClaimBody, JoinBody, RollbackRequest, SealBody, UpdateRequest
+from updater.protocol.events import EVENT_STREAM
 from updater.protocol.problems import receipt_error
 from updater.server import guard as http
 from updater.server.metrics import CONTENT_TYPE
@@ -138,9 +139,7 @@ class _Face:
 
     async def events(self, update_id: str) -> StreamingResponse:
         update = self._updates.find(update_id)
-        return StreamingResponse(
-            self._stream(update), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-        )
+        return StreamingResponse(self._stream(update), media_type=EVENT_STREAM, headers={"Cache-Control": "no-store"})
 
     async def _stream(self, update: Update) -> AsyncIterator[str]:
         """The state now, every change, the receipt; comments while nothing happens."""
