@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from updater.coordinator.clock import Clock, LoopClock, OrderedClock
 from updater.coordinator.journal.journal import Journal, JournalError
-from updater.coordinator.machine import Machine
+from updater.coordinator.machine import Machine, MachineObserver
 from updater.coordinator.members.directory import FailureDetector, MemberDirectory, MemberHandle, ProgressPoll
 from updater.coordinator.members.joins import Callers, MembershipService
 from updater.coordinator.members.models import dtypes_of
@@ -26,7 +26,7 @@ from updater.coordinator.update_service import UpdateService
 from updater.core.errors import Failure, Unavailable
 from updater.core.fleet import events as ev
 from updater.core.fleet.begin import candidates
-from updater.core.fleet.effects import Denied, Finish, Started
+from updater.core.fleet.effects import Denied
 from updater.core.fleet.members import obstacle
 from updater.core.fleet.state import Fleet, Member, Phase, Standing
 from updater.core.participant import Call, Claim, Claimed, FrontStatus, Kind
@@ -38,7 +38,7 @@ from updater.settings import Settings
 _log = logging.getLogger("liveweights.coordinator")
 
 
-class Coordinator:
+class Coordinator(MachineObserver):
     """`start` before anything else, `close` at the end. `on_stop` is called once if it has to stop by itself."""
 
     def __init__(
@@ -54,17 +54,20 @@ class Coordinator:
         self._clock, self._on_stop, self._make = OrderedClock(clock or LoopClock()), on_stop, make
         self._journal = journal or Journal(settings.state_folder, settings.fleet)
         self._directory = MemberDirectory()
-        self._machine = Machine(self._journal, self._clock, self)
+        self._machine = Machine(self._journal, self._clock)
         feed = self._machine.feed
         self._outbox = Outbox(self._clock, deadlines, self._directory.participant, feed, self._unanswered)
         self._machine.attach(self._outbox)
         self.probe = FailureDetector(
             self._directory, self._clock, deadlines, lambda: self.state.members, feed, self._look_again
         )
-        self.updates = UpdateService(settings, self._journal, self._machine, self._clock, self.metrics, self.dtypes)
+        self.updates = UpdateService(
+            settings, self._journal, self._machine, self._clock, self.metrics, self.dtypes, self._view
+        )
         self.joins = MembershipService(
             make, self._directory, self._journal, self._machine, self.updates, deadlines, self._clock
         )
+        self._machine.observers = (self.updates, self.joins, self)
         self._staging = ProgressPoll(
             self._directory, self._clock, deadlines.status_s, self._participants, self.updates.progress
         )
@@ -184,11 +187,10 @@ class Coordinator:
         """Why the coordinator stopped by itself, or that it was closed."""
         return self._machine.stopped
 
-    # -- what the machine tells (`machine.Owner`)
+    # -- what the machine tells
 
     def on_moved(self, before: Fleet, after: Fleet) -> None:
         self._hold_changed(before.hold)
-        self.updates.moved(before, after)
         if after.phase is not before.phase:
             self._watch_staging(after)
         if after.phase is Phase.IDLE and before.phase is not Phase.IDLE and after.live is not None:
@@ -212,10 +214,6 @@ class Coordinator:
             self._say_copy(event.replica, event.status)
         if isinstance(event, ev.Replied | ev.Refused):
             self._directory.answered(event.replica)
-        if isinstance(event, ev.Replied):
-            self.updates.heard(event)
-            if event.verb == "lead":
-                self.joins.obeyed(event.replica)
 
     def _say_copy(self, replica: str, status: FrontStatus) -> None:
         """Of two coordinators with one epoch, the one with the higher owner id stops, and logs that itself; the other
@@ -230,15 +228,6 @@ class Coordinator:
                 " one goes on; give every coordinator a state folder of its own", replica, status.epoch,
             )  # fmt: skip
 
-    def on_started(self, started: Started) -> None:
-        self.updates.started(started)
-
-    def on_finished(self, finish: Finish, before: Fleet) -> None:
-        """The event that ended the update may have removed a member: the receipt still names that member."""
-        known = {(member.replica, member.incarnation): member for member in (*before.members, *self.state.members)}
-        views = {fact.replica: self._view(known[fact.replica, fact.incarnation]) for fact in finish.result.members}
-        self.updates.finished(finish, views)
-
     def on_admitted(self, replica: str) -> None:
         """The replica serves what is live: shown at once, not only after the next probe."""
         live = self.state.live
@@ -248,7 +237,6 @@ class Coordinator:
     def on_stopped(self, failure: Failure) -> None:
         self._staging.end()
         self._outbox.drop()
-        self.updates.stop(failure)
         if failure.code == "taken_over":
             _log.error("stops: %s; %s", failure.message, failure.hint)
             with contextlib.suppress(JournalError):  # the fleet is another's now; so the next life knows it
@@ -266,7 +254,7 @@ class Coordinator:
     @property
     def live_version(self) -> str | None:
         """What serves now, as a label."""
-        return str(self.state.live.label.version) if self.state.live is not None else None
+        return self._machine.live_version
 
     @property
     def ready(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from updater.coordinator.clock import OrderedClock, Timer
 from updater.coordinator.journal.journal import Journal, JournalError
@@ -38,27 +37,37 @@ from updater.core.fleet.state import Fleet
 _log = logging.getLogger("liveweights.coordinator")
 
 
-class Owner(Protocol):
-    """What the loop tells the coordinator, inside a step. May raise JournalError, nothing else."""
+class MachineObserver:
+    """What the loop tells those who watch it, inside a step. May raise JournalError, nothing else."""
 
-    def on_moved(self, before: Fleet, after: Fleet) -> None: ...
+    def on_event(self, event: ev.Event) -> None:
+        """An event is about to be handled."""
 
-    def on_event(self, event: ev.Event) -> None: ...
+    def on_moved(self, before: Fleet, after: Fleet) -> None:
+        """The phase, the hold or the update is another one."""
 
-    def on_started(self, started: Started) -> None: ...
+    def on_started(self, started: Started) -> None:
+        """An update has its serial, and nothing was sent for it."""
 
-    def on_finished(self, finish: Finish, before: Fleet) -> None: ...
+    def on_finished(self, finish: Finish, before: Fleet) -> None:
+        """An update ended. `before`: the state that the last step of it began in."""
 
-    def on_admitted(self, replica: str) -> None: ...
+    def on_admitted(self, replica: str) -> None:
+        """The replica serves what is live."""
 
-    def on_stopped(self, failure: Failure) -> None: ...
+    def on_stopped(self, failure: Failure) -> None:
+        """Nothing more will be done."""
 
 
 class Machine:
-    """Holds the fleet state. `feed` and `ask` must be called on the loop's thread."""
+    """Holds the fleet state. `feed` and `ask` must be called on the loop's thread.
 
-    def __init__(self, journal: Journal, clock: OrderedClock, owner: Owner) -> None:
-        self._journal, self._clock, self._owner = journal, clock, owner
+    `observers` are told in their order.
+    """
+
+    def __init__(self, journal: Journal, clock: OrderedClock) -> None:
+        self._journal, self._clock = journal, clock
+        self.observers: tuple[MachineObserver, ...] = ()
         self._outbox: Outbox | None = None
         self._queue: deque[ev.Event] = deque()
         self._running = False
@@ -75,7 +84,7 @@ class Machine:
         """Start from what recovery found."""
         before, self.state = self.state, state
         self._journal.on_error = self._journal_failed
-        self._owner.on_moved(before, state)
+        self._tell(lambda each: each.on_moved(before, state))
         self._perform_all(effects)
         self._work()
 
@@ -115,7 +124,7 @@ class Machine:
     def _step(self, event: ev.Event) -> None:
         before = self.state
         try:
-            self._owner.on_event(event)
+            self._tell(lambda each: each.on_event(event))
             self.state, effects = step(before, event)
         except Exception as error:  # the fleet boundary: a machine in an unknown state must not go on
             _log.exception("the machine failed on %s", type(event).__name__)
@@ -126,12 +135,12 @@ class Machine:
     def _perform_all(self, effects: tuple[Effect, ...], before: Fleet | None = None) -> None:
         """In order. After a failed journal nothing that was asked for beyond it may happen (I8).
 
-        `before`: the state that the step began in; the owner hears of the move first.
+        `before`: the state that the step began in; observers hear of the move first.
         """
         was_running, self._running = self._running, True
         try:
             if before and _moved(before, self.state):
-                self._owner.on_moved(before, self.state)
+                self._tell(lambda each: each.on_moved(before, self.state))
             for effect in effects:
                 self._perform(effect, before or self.state)
                 if self.stopped is not None:
@@ -154,11 +163,11 @@ class Machine:
             case Accepted() | Denied() | Claimed():
                 self._answer = effect
             case Started():
-                self._owner.on_started(effect)
+                self._tell(lambda each: each.on_started(effect))
             case Finish():
-                self._owner.on_finished(effect, before)
+                self._tell(lambda each: each.on_finished(effect, before))
             case Admit(replica):
-                self._owner.on_admitted(replica)
+                self._tell(lambda each: each.on_admitted(replica))
             case Forget(replica):
                 if self._outbox is not None:
                     self._outbox.forget(replica)
@@ -196,7 +205,16 @@ class Machine:
         self._clear_deadline()
         if self._backoff is not None:
             self._backoff.cancel()
-        self._owner.on_stopped(failure)
+        self._tell(lambda each: each.on_stopped(failure))
+
+    def _tell(self, what: Callable[[MachineObserver], None]) -> None:
+        for observer in self.observers:
+            what(observer)
+
+    @property
+    def live_version(self) -> str | None:
+        """What serves now, as a label."""
+        return str(self.state.live.label.version) if self.state.live is not None else None
 
 
 def _feeder(feed: Callable[[ev.Event], None], event: ev.Event) -> Callable[[], None]:

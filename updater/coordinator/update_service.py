@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 from updater.coordinator.clock import OrderedClock
 from updater.coordinator.journal.journal import Journal, JournalError
-from updater.coordinator.machine import Machine
+from updater.coordinator.machine import Machine, MachineObserver
 from updater.coordinator.recovery import RecoveredFleet, result_of
 from updater.coordinator.requests import (
     Before,
@@ -33,7 +33,7 @@ from updater.coordinator.updates import (
 from updater.core.errors import CODES, Failure, LiveweightsError, Rejected, Unavailable
 from updater.core.fleet import events as ev
 from updater.core.fleet.effects import Denied, Finish, Started
-from updater.core.fleet.state import Fleet, Phase, Transaction
+from updater.core.fleet.state import Fleet, Member, Phase, Transaction
 from updater.core.participant import Kind, StreamOffer
 from updater.core.policy import CommitMode
 from updater.protocol import wire
@@ -44,7 +44,7 @@ from updater.server.metrics import Metrics
 from updater.settings import Settings
 
 
-class UpdateService:
+class UpdateService(MachineObserver):
     """The updates of one coordinator. Every method may raise LiveweightsError."""
 
     def __init__(
@@ -55,9 +55,10 @@ class UpdateService:
         clock: OrderedClock,
         metrics: Metrics,
         dtypes: Callable[[], DtypesState],
+        member: Callable[[Member], MemberState],
     ) -> None:
         self._settings, self._journal, self._machine = settings, journal, machine
-        self._clock, self._metrics, self._dtypes = clock, metrics, dtypes
+        self._clock, self._metrics, self._dtypes, self._member = clock, metrics, dtypes, member
         self._running: dict[str, Update] = {}  # and waiting, by id
         self._unpruned = 0  # updates that ended since history was cut
         self.closed: Failure | None = None  # why nothing new is taken in
@@ -70,7 +71,7 @@ class UpdateService:
             self.must_run()
             state, settings = self._machine.state, self._settings
             known, extended = self._known, settings.extended
-            asked = asked_update(request, state, settings.allowed_roots, self._uploaded, known, extended)
+            asked = asked_update(request, state, settings.allowed_roots, self._journal.manifest, known, extended)
             if request.dtypes is not None and self._known(asked.event.update) is None:
                 self._same_dtypes(request.dtypes)
             return self._begin(asked)
@@ -95,8 +96,7 @@ class UpdateService:
         try:
             yield
         except LiveweightsError as error:
-            live = self._machine.state.live
-            error.live_version = error.live_version or (str(live.label.version) if live is not None else None)
+            error.live_version = error.live_version or self._machine.live_version
             self._metrics.refused(kind.value, error.code)
             raise
 
@@ -139,9 +139,6 @@ class UpdateService:
         manual = asked.event.policy.commit is CommitMode.MANUAL
         needed = manual or isinstance(asked.event.offer, StreamOffer)
         return self._settings.deadlines.update_lease_s if needed else None
-
-    def _uploaded(self, digest: str) -> str | None:
-        return self._journal.manifest(digest)
 
     def _known(self, update_id: str) -> Before | None:
         running = self._running.get(update_id)
@@ -240,7 +237,7 @@ class UpdateService:
 
     # -- what the machine reports
 
-    def moved(self, before: Fleet, after: Fleet) -> None:
+    def on_moved(self, before: Fleet, after: Fleet) -> None:
         """Tell the timeline and the watchers the phase of the running update."""
         update = self._by_serial(after.update.serial) if after.update is not None else None
         if update is None or after.update is None:
@@ -272,13 +269,14 @@ class UpdateService:
             update.progress = ProgressState(done=done, total=total)
             update.events.tell("progress", {"phase": update.phase, "done": done, "total": total})
 
-    def heard(self, event: ev.Replied) -> None:
-        update = self._by_serial(event.fence.serial)
-        if update is not None:
+    def on_event(self, event: ev.Event) -> None:
+        """Keep what a member replied, and tell the watchers."""
+        update = self._by_serial(event.fence.serial) if isinstance(event, ev.Replied) else None
+        if isinstance(event, ev.Replied) and update is not None:
             update.heard(event.replica, event.reply)
             update.events.tell("progress", {"replica": event.replica, "verb": event.verb, "phase": update.phase})
 
-    def started(self, started: Started) -> None:
+    def on_started(self, started: Started) -> None:
         """The serial becomes durable before anybody hears of it."""
         update = self._running.get(started.update)
         if update is None:
@@ -295,12 +293,14 @@ class UpdateService:
             update.timeline.enter(state.phase, self._clock.now())
             self._show(update)
 
-    def finished(self, finish: Finish, members: dict[str, MemberState]) -> None:
-        """The receipt is durable before anybody reads it."""
+    def on_finished(self, finish: Finish, before: Fleet) -> None:
+        """The receipt is durable before anybody reads it. It names a member too that left by what ended the update."""
         result = finish.result
         update = self._by_serial(result.serial) if result.serial else self._running.get(result.update)
         if update is None:
             return
+        known = {(each.replica, each.incarnation): each for each in (*before.members, *self._machine.state.members)}
+        members = {each.replica: self._member(known[each.replica, each.incarnation]) for each in result.members}
         receipt = receipt_of(update, result, members, self._clock.now(), self._clock.stamp())
         if not update.serial:
             self._journal.add_request(request_of(update))
@@ -339,7 +339,7 @@ class UpdateService:
             self._metrics.ended(receipt)
         self._prune()
 
-    def stop(self, failure: Failure) -> None:
+    def on_stopped(self, failure: Failure) -> None:
         """End the wait of every client: this coordinator will know no more of its updates."""
         self.closed = failure
         for update in self._running.values():
@@ -391,6 +391,5 @@ class UpdateService:
 
     def error(self, *failures: Failure) -> LiveweightsError:
         """Refused at the door, with what is live."""
-        live = self._machine.state.live
         kind = Unavailable if CODES[failures[0].code] in (500, 503) else Rejected
-        return kind(*failures, live_version=str(live.label.version) if live is not None else None)
+        return kind(*failures, live_version=self._machine.live_version)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from updater.coordinator.clock import Clock
 from updater.coordinator.journal.journal import Journal, KnownReplica
-from updater.coordinator.machine import Machine
+from updater.coordinator.machine import Machine, MachineObserver
 from updater.coordinator.members.directory import MemberDirectory, MemberHandle
 from updater.coordinator.members.models import Models
 from updater.coordinator.members.participants import Barred, Participant, ParticipantFactory, Refusal, Unreachable
@@ -35,7 +35,7 @@ _KEY_HINT = (
 REFUSED_S, KEPT = 60.0, 1000
 
 
-class MembershipService:
+class MembershipService(MachineObserver):
     """Every method may raise LiveweightsError. Two joins of one id wait for each other."""
 
     def __init__(
@@ -104,11 +104,10 @@ class MembershipService:
             await asyncio.wait_for(said.wait(), self._deadlines.status_s)
         self._obeys.pop(replica, None)
 
-    def obeyed(self, replica: str) -> None:
-        """`replica` acknowledged `lead`."""
-        said = self._obeys.get(replica)
-        if said is not None:
-            said.set()
+    def on_event(self, event: ev.Event) -> None:
+        """A replica that acknowledges `lead` obeys."""
+        if isinstance(event, ev.Replied) and event.verb == "lead" and event.replica in self._obeys:
+            self._obeys[event.replica].set()
 
     async def model(self) -> tuple[str, ModelDocument] | None:
         """(a member, what its engine runs on), of the first that says so."""
