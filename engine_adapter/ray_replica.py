@@ -22,7 +22,7 @@ from engine_adapter.replica.lifecycle import Membership
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.core.participant import MESSAGES, FrontState
 from updater.protocol.problems import problem_body
-from updater.ray import local_app as in_process
+from updater.ray import local_app
 from updater.ray.calls import NAMESPACE, Address, AsyncActorTransport, Handle, address_of
 from updater.ray.local_app import LoopThread
 
@@ -68,7 +68,7 @@ class ReplicaActor:
     def __init__(self, settings: FrontSettings, address: str, broken_s: float = BROKEN_S) -> None:
         self._address, self._loop = address, LoopThread("front")
         self._replica, self._stop, self._life = self._loop.submit(_begin(settings, Address.parse(address))).result()
-        self._face = in_process.LocalApp(self._replica.server.config.app, self._loop, settings.tokens.admin)  # type: ignore[arg-type]
+        self._face = local_app.LocalApp(self._replica.server.config.app, self._loop, settings.tokens.admin)  # type: ignore[arg-type]
         self._watch = self._loop.submit(self._end_when_over(broken_s))
 
     async def _end_when_over(self, broken_s: float) -> None:

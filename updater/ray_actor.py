@@ -23,7 +23,7 @@ from updater.coordinator.coordinator import Coordinator
 from updater.coordinator.journal.state_folder import StateFolder
 from updater.core.errors import Failure, refuse
 from updater.protocol.events import EventParser
-from updater.ray import local_app as in_process
+from updater.ray import local_app
 from updater.ray.calls import COORDINATOR, NAMESPACE, Address, Handle
 from updater.ray.local_app import LoopThread
 from updater.ray.participant import participants
@@ -56,7 +56,7 @@ class CoordinatorActor:
         self._me = ray.get_runtime_context().current_actor
         self._loop = LoopThread("coordinator")
         self._coordinator = self._loop.submit(self._begin(settings)).result()
-        self._face = in_process.LocalApp(create_app(self._coordinator), self._loop, settings.tokens.admin)
+        self._app = local_app.LocalApp(create_app(self._coordinator), self._loop, settings.tokens.admin)
 
     async def _begin(self, settings: Settings) -> Coordinator:
         coordinator = Coordinator(settings, participants(settings), on_stop=self._stopped)
@@ -75,17 +75,17 @@ class CoordinatorActor:
     @ray.method(concurrency_group=CONTROL)
     async def request(self, method: str, target: str, text: str = "") -> dict[str, Any]:
         """Any route that answers at once: `{"status", "text"}`."""
-        return await self._face.ask(method, target, text)
+        return await self._app.ask(method, target, text)
 
     @ray.method(concurrency_group=PATIENT)
     async def patient(self, method: str, target: str, text: str = "") -> dict[str, Any]:
         """Any route, as `request`, where the answer may take as long as an update."""
-        return await self._face.ask(method, target, text)
+        return await self._app.ask(method, target, text)
 
     @ray.method(concurrency_group=PATIENT, max_task_retries=0)
     async def stream(self, method: str, target: str, text: str = "") -> AsyncIterator[int | str]:
         """The status, then the body in pieces of text."""
-        async with aclosing(self._face.stream(method, target, text)) as pieces:
+        async with aclosing(self._app.stream(method, target, text)) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -94,42 +94,42 @@ class CoordinatorActor:
     @ray.method(concurrency_group=CONTROL)
     async def begin(self, body: Mapping[str, Any]) -> Reply:
         """`POST /v1/updates`: 202 with the state."""
-        return await self._face.verb("POST", "/v1/updates", body)
+        return await self._app.verb("POST", "/v1/updates", body)
 
     @ray.method(concurrency_group=PATIENT)
     async def update(self, body: Mapping[str, Any]) -> Reply:
         """The same, and wait: 200 with the receipt of a committed one. With an `id` in it, asking again is safe."""
-        return await self._face.verb("POST", "/v1/updates?wait=true", body)
+        return await self._app.verb("POST", "/v1/updates?wait=true", body)
 
     @ray.method(concurrency_group=PATIENT)
     async def rollback(self, body: Mapping[str, Any]) -> Reply:
         """`{"target", "expected_live"}`, and wait."""
-        return await self._face.verb("POST", "/v1/rollback?wait=true", body)
+        return await self._app.verb("POST", "/v1/rollback?wait=true", body)
 
     @ray.method(concurrency_group=CONTROL)
     async def state(self, update: str) -> Reply:
-        return await self._face.verb("GET", _update(update))
+        return await self._app.verb("GET", _update(update))
 
     @ray.method(concurrency_group=CONTROL)
     async def renew(self, update: str) -> Reply:
-        return await self._face.verb("POST", f"{_update(update)}/renew")
+        return await self._app.verb("POST", f"{_update(update)}/renew")
 
     @ray.method(concurrency_group=CONTROL)
     async def seal(self, update: str, digests: Mapping[str, str] | None = None) -> Reply:
-        return await self._face.verb("POST", f"{_update(update)}/seal", {"digests": dict(digests or {})})
+        return await self._app.verb("POST", f"{_update(update)}/seal", {"digests": dict(digests or {})})
 
     @ray.method(concurrency_group=CONTROL)
     async def commit(self, update: str) -> Reply:
-        return await self._face.verb("POST", f"{_update(update)}/commit")
+        return await self._app.verb("POST", f"{_update(update)}/commit")
 
     @ray.method(concurrency_group=CONTROL)
     async def abort(self, update: str) -> Reply:
-        return await self._face.verb("POST", f"{_update(update)}/abort")
+        return await self._app.verb("POST", f"{_update(update)}/abort")
 
     @ray.method(concurrency_group=PATIENT, max_task_retries=0)
     async def events(self, update: str) -> AsyncIterator[dict[str, Any]]:
         """`{"event", "data"}`: the state now, every change, the receipt. For an unknown update one `problem`."""
-        async with aclosing(self._face.stream("GET", f"{_update(update)}/events")) as pieces:
+        async with aclosing(self._app.stream("GET", f"{_update(update)}/events")) as pieces:
             status, parser = await anext(pieces), EventParser()
             async for piece in pieces:  # whole events, or the whole problem
                 if status != 200:
@@ -142,31 +142,31 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group=CONTROL)
     async def version(self) -> Reply:
-        return await self._face.verb("GET", "/v1/version")
+        return await self._app.verb("GET", "/v1/version")
 
     @ray.method(concurrency_group=CONTROL)
     async def fleet(self) -> Reply:
-        return await self._face.verb("GET", "/v1/fleet")
+        return await self._app.verb("GET", "/v1/fleet")
 
     @ray.method(concurrency_group=CONTROL)
     async def history(self, limit: int = 100) -> Reply:
-        return await self._face.verb("GET", f"/v1/history?limit={limit}")
+        return await self._app.verb("GET", f"/v1/history?limit={limit}")
 
     @ray.method(concurrency_group=PATIENT)
     async def join(self, replica: str, url: str) -> Reply:
-        return await self._face.verb("POST", "/v1/fleet/replicas", {"replica": replica, "url": url})
+        return await self._app.verb("POST", "/v1/fleet/replicas", {"replica": replica, "url": url})
 
     @ray.method(concurrency_group=CONTROL)
     async def remove(self, replica: str, confirm_dead: bool = False) -> Reply:
         """An operator's word; `confirm_dead` for a member that cannot answer any more."""
         query = urlencode({"confirm_dead": str(confirm_dead).lower()})
-        return await self._face.verb("DELETE", f"/v1/fleet/replicas/{quote(replica, safe='')}?{query}")
+        return await self._app.verb("DELETE", f"/v1/fleet/replicas/{quote(replica, safe='')}?{query}")
 
     @ray.method(concurrency_group=PATIENT)
     async def adopt(self, members: Sequence[Mapping[str, str]]) -> Reply:
         """`[{"replica", "url"}]`: take over a fleet with history under an empty journal."""
         body = {"members": [dict(member) for member in members], "confirm": True}
-        return await self._face.verb("POST", "/v1/fleet/adopt", body)
+        return await self._app.verb("POST", "/v1/fleet/adopt", body)
 
     # -- life
 

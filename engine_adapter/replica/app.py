@@ -22,7 +22,7 @@ from engine_adapter.replica.front import Front
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.core.participant import MESSAGES, FrontState, FrontStatus, ReleaseTo
 from updater.protocol import wire
-from updater.server import guard as http
+from updater.server import guard
 from updater.server.security import FrontKeys, Tokens
 
 #: Opened by the inference token; everything else needs the admin token.
@@ -95,7 +95,7 @@ class ReplicaApp:
         text = f"{self.state}: {why.message if why else 'not open'}"
         failure = Failure("shut", text, replica=self.replica, hint=hint)
         causes = () if why is None else (why,)
-        return http.problem(Unavailable(failure, *causes, live_version=self.live_version))
+        return guard.problem(Unavailable(failure, *causes, live_version=self.live_version))
 
     async def version(self) -> JSONResponse:
         front = self._ready()
@@ -163,7 +163,7 @@ def make_app(face: ReplicaApp, gate: Gate, text: ModelText, tokens: Tokens, url:
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        responses=http.problem_responses(),
+        responses=guard.problem_responses(),
     )
     app.include_router(Completions(gate, text, face.digest_of).router())
     app.add_api_route(
@@ -174,7 +174,7 @@ def make_app(face: ReplicaApp, gate: Gate, text: ModelText, tokens: Tokens, url:
     app.add_api_route("/readyz", face.readyz, methods=["GET"], response_model=None)
     app.add_api_route("/v1/version", face.version, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", face.metrics, methods=["GET"], response_model=None, response_class=Response)
-    http.install(
+    guard.install(
         app,
         tokens=tokens,
         inference_paths=INFERENCE_PATHS,
@@ -190,7 +190,7 @@ def make_app(face: ReplicaApp, gate: Gate, text: ModelText, tokens: Tokens, url:
 
 
 def add_operator_routes(app: FastAPI, face: ReplicaApp) -> None:
-    """What a person may ask of one replica. Admin scope: `http.install` knows no other path for them."""
+    """What a person may ask of one replica. Admin scope: `guard.install` knows no other path for them."""
     app.add_api_route("/replica/v1/readmit", face.readmit, methods=["POST"], response_model=None)
     app.add_api_route(
         "/replica/v1/release", face.release, methods=["POST"], response_model=None, openapi_extra=JSON_BODY

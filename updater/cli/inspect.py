@@ -23,7 +23,7 @@ from transports.base import Read
 from transports.disk.report import RankReport, Report, inspect
 from transports.disk.source import DiskSource
 from transports.dtypes import TORCH_DTYPES
-from updater.cli import against as compared
+from updater.cli import against as comparing
 from updater.cli import views
 from updater.core.errors import refuse
 from updater.protocol import wire
@@ -33,7 +33,7 @@ SHOWN_FAULTS = 40
 
 
 #: (client of a coordinator, what a push would ask of it)
-Fleet = tuple[Client, compared.PlannedPush]
+Fleet = tuple[Client, comparing.PlannedPush]
 
 
 def run(path: Path, tp: int | None, *, as_json: bool, against: Fleet | None = None) -> bool:
@@ -46,14 +46,14 @@ def run(path: Path, tp: int | None, *, as_json: bool, against: Fleet | None = No
     else:
         _print(report)
         if held is not None:
-            compared.show(held)
+            comparing.show(held)
     return not report.sound or (held is not None and bool(held.refused))
 
 
-def _held(path: Path, client: Client, asked: compared.PlannedPush) -> compared.Against:
+def _held(path: Path, client: Client, asked: comparing.PlannedPush) -> comparing.Against:
     files = path.glob("*.safetensors") if path.is_dir() else [path]
     with views.byte_bar("values", sum(file.stat().st_size for file in files if file.is_file())) as told:
-        return compared.look(path, client, asked, told)
+        return comparing.look(path, client, asked, told)
 
 
 def look(path: Path, tp: int | None) -> Report:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -36,10 +36,6 @@ from updater.cli.steps import (
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.core.participant import ReleaseTo
 from updater.core.policy import CommitMode
-
-if TYPE_CHECKING:
-    pass
-
 
 app = typer.Typer(
     name="liveweights",

@@ -58,7 +58,7 @@ class Coordinator(MachineObserver):
         feed = self._machine.feed
         self._outbox = Outbox(self._clock, deadlines, self._directory.participant, feed, self._unanswered)
         self._machine.attach(self._outbox)
-        self.probe = FailureDetector(
+        self._detector = FailureDetector(
             self._directory, self._clock, deadlines, lambda: self.state.members, feed, self._look_again
         )
         self.updates = UpdateService(
@@ -88,10 +88,10 @@ class Coordinator(MachineObserver):
             _log.warning("a new journal in %s: fleet %r begins without history", where, fleet)
         self._clock.begin_after(self._journal.newest())
         self._go_on(await self._recovery.run())
-        await self.probe.once()
+        await self._detector.once()
         self._recovered = True
         loop = asyncio.get_running_loop()
-        self._probing = loop.create_task(self.probe.run())
+        self._probing = loop.create_task(self._detector.run())
         self._owning = loop.create_task(self._watch_ownership())
 
     async def _watch_ownership(self) -> None:
@@ -247,7 +247,7 @@ class Coordinator(MachineObserver):
         """No process listens at its address: as good as a missed probe. A slow answer says nothing."""
         member = self.state.member(replica)
         if refused and member is not None and self.stopped is None:
-            self.probe.unanswered(replica, member.incarnation)
+            self._detector.unanswered(replica, member.incarnation)
 
     # -- views
 
@@ -371,9 +371,9 @@ class Coordinator(MachineObserver):
         named = dict(members)
         known = []
         for replica, participant in {name: self.joins.reach(name, url) for name, url in named.items()}.items():
-            contact = MemberHandle(participant)
-            self._directory.put(replica, contact)
-            known.append(await self.joins.named(replica, named[replica], contact))
+            handle = MemberHandle(participant)
+            self._directory.put(replica, handle)
+            known.append(await self.joins.named(replica, named[replica], handle))
         found = await self._recovery.adopt(known)
         for member in self._journal.members():
             self._journal.forget_member(member.replica)
@@ -383,4 +383,4 @@ class Coordinator(MachineObserver):
             self._directory.remove(replica)
         self._callers.forget(named)
         self._go_on(found)
-        await self.probe.once()
+        await self._detector.once()

@@ -13,7 +13,6 @@ from updater.coordinator.members.directory import MemberDirectory, MemberHandle
 from updater.coordinator.members.participants import ParticipantFactory, Refusal, Unreachable
 from updater.core.errors import Failure, Rejected
 from updater.core.fleet import lineage, recovery
-from updater.core.fleet import recovery as adopting
 from updater.core.fleet.effects import Effect, Outcome, Record, RecordKind, Result
 from updater.core.fleet.state import Fleet
 from updater.core.participant import Fence, FenceRequest, FrontStatus, Kind
@@ -104,7 +103,7 @@ class FleetRecovery:
         """
         reports = await self._ask(members, patient=False)
         journal = self._known(self._journal.epoch(), self._journal.records(), members)
-        adoption = adopting.may_adopt(journal, reports)
+        adoption = recovery.may_adopt(journal, reports)
         if journal.records and adoption.fleet != self._journal.identity():
             hint = "adopt it with a coordinator on an empty state folder"
             why = f"the journal is that of fleet {self._journal.identity()}, not {adoption.fleet}"
@@ -115,7 +114,7 @@ class FleetRecovery:
         reports = await self.lead(adoption.fleet, adoption.epoch, members, reports)
         if not any(reports.values()):
             raise Rejected(Failure("unreachable", "no front has acknowledged the new epoch", hint="adopt again"))
-        found = adopting.adopt(adoption, journal, reports, owner=self._owner)
+        found = recovery.adopt(adoption, journal, reports, owner=self._owner)
         self._journal.adopt(adoption.fleet)
         return RecoveredFleet(found.state, found.effects)
 

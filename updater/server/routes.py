@@ -1,4 +1,4 @@
-"""The coordinator's public HTTP face: routes in, problem documents and receipts out. Decides nothing."""
+"""The coordinator's public HTTP API: routes in, problem documents and receipts out. Decides nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from updater.protocol.answers import (
 from updater.protocol.api import AbortBody, AdoptBody, ClaimBody, JoinBody, RollbackRequest, SealBody, UpdateRequest
 from updater.protocol.events import EVENT_STREAM
 from updater.protocol.problems import receipt_error
-from updater.server import guard as http
+from updater.server import guard
 from updater.server.metrics import CONTENT_TYPE
 
 #: What an inference client may see.
@@ -35,12 +35,12 @@ KEEP_ALIVE_S = 10.0
 
 def create_app(coordinator: Coordinator) -> FastAPI:
     """The app of a coordinator that somebody starts and closes, on the event loop that serves the app."""
-    app = FastAPI(title="liveweights coordinator", responses=http.problem_responses())
-    face = _Face(coordinator)
-    face.add_updates(app)
-    face.add_fleet(app)
-    face.add_health(app)
-    http.install(
+    app = FastAPI(title="liveweights coordinator", responses=guard.problem_responses())
+    routes = _Routes(coordinator)
+    routes.add_updates(app)
+    routes.add_fleet(app)
+    routes.add_health(app)
+    guard.install(
         app,
         tokens=coordinator.settings.tokens,
         inference_paths=INFERENCE_PATHS,
@@ -52,7 +52,7 @@ def create_app(coordinator: Coordinator) -> FastAPI:
     return app
 
 
-class _Face:
+class _Routes:
     """One method per route."""
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -118,7 +118,7 @@ class _Face:
         if error is None:
             return JSONResponse(document)
         # The list of the failures is the document's own; all that is kept of it is at GET /v1/updates/{id}.
-        return http.problem(error, receipt={**document, "failures": document["failures"][:IN_DOCUMENT]})
+        return guard.problem(error, receipt={**document, "failures": document["failures"][:IN_DOCUMENT]})
 
     async def state(self, update_id: str) -> UpdateState:
         return self._updates.view(self._updates.find(update_id))
@@ -215,7 +215,7 @@ class _Face:
         none_serves = Failure("no_members", "no replica serves yet")
         why = self._coordinator.stopped or self._coordinator.state.hold
         whys = (why,) if why else (none_serves, *self._coordinator.obstacles()[:IN_DOCUMENT])
-        problem = http.problem(Unavailable(*whys))
+        problem = guard.problem(Unavailable(*whys))
         problem.status_code = 503  # whatever the code means elsewhere
         return problem
 

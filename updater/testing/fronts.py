@@ -50,7 +50,7 @@ from updater.core.replica.state import (
     Work,
 )
 from updater.protocol import wire
-from updater.server import guard as http
+from updater.server import guard
 from updater.server.security import FrontKeys, Tokens
 from updater.testing.values import source_of
 
@@ -289,7 +289,7 @@ def front_app(front: SimulatedFront, tokens: Tokens | None = None, keys: FrontKe
             return Response(status_code=502)
 
     app.add_api_route(f"{PREFIX}/{{verb}}", participant, methods=["POST"], response_model=None)
-    http.install(app, tokens=tokens or Tokens(), max_body=64 << 20, keys=keys)
+    guard.install(app, tokens=tokens or Tokens(), max_body=64 << 20, keys=keys)
     return app
 
 

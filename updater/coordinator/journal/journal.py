@@ -1,5 +1,5 @@
 """The coordinator's memory: SQLite in WAL mode with `synchronous=FULL`, and manifests as files beside it
-(`manifest_files`). It does not grow without end: `pruning` says what may go.
+(`manifests`). It does not grow without end: `schema` says what may go.
 
 Every write is one transaction that first checks the ownership row, so a coordinator that was frozen and wakes up
 after another took over cannot record anything (hazard 12: a file lock is not enough). After any error the journal is
@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from updater.coordinator.journal import schema as journal_schema
-from updater.coordinator.journal import schema as pruning
+from updater.coordinator.journal import schema
 from updater.coordinator.journal.manifests import ManifestFiles
 from updater.core.errors import Failure, LiveweightsError
 from updater.core.fleet.effects import Record, RecordKind
@@ -96,7 +95,7 @@ class Journal:
             if mode != "wal":
                 raise OSError(f"journal mode is {mode}, not wal")
             self._db.execute("PRAGMA wal_autocheckpoint = 0")  # `tidy` does it, never an append
-            self.new = journal_schema.open_tables(self._db, file, fleet)
+            self.new = schema.open_tables(self._db, file, fleet)
 
     # -- ownership
 
@@ -327,8 +326,8 @@ class Journal:
         `named`: manifests of updates that run. `now`: Unix seconds. Not within a pause.
         """
         with self._owned() as db:
-            pruning.shorten_requests(db, keep, shorten)
-            pruning.drop_records(db, keep)
+            schema.shorten_requests(db, keep, shorten)
+            schema.drop_records(db, keep)
             names = {row[0] for row in db.execute("SELECT DISTINCT manifest FROM records")}
         with self._guarded():
             self._files.sweep({*names, *named}, now)

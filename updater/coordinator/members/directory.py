@@ -38,69 +38,69 @@ class MemberHandle:
 
 
 class MemberDirectory:
-    """Contacts by replica id. Nothing is decided here."""
+    """Handles by replica id. Nothing is decided here."""
 
     def __init__(self) -> None:
-        self._contacts: dict[str, MemberHandle] = {}
+        self._handles: dict[str, MemberHandle] = {}
 
     def participant(self, replica: str) -> Participant | None:
-        contact = self._contacts.get(replica)
-        return contact.participant if contact is not None else None
+        handle = self._handles.get(replica)
+        return handle.participant if handle is not None else None
 
     def get(self, replica: str) -> MemberHandle | None:
-        return self._contacts.get(replica)
+        return self._handles.get(replica)
 
     def descriptions(self, members: Iterable[Member]) -> dict[str, Description | None]:
         """What each of them said of itself, None for one that has not been asked yet; by replica."""
-        contacts = {member.replica: self.get(member.replica) for member in members}
-        return {replica: each.description if each is not None else None for replica, each in contacts.items()}
+        handles = {member.replica: self.get(member.replica) for member in members}
+        return {replica: each.description if each is not None else None for replica, each in handles.items()}
 
-    def put(self, replica: str, contact: MemberHandle) -> None:
+    def put(self, replica: str, handle: MemberHandle) -> None:
         """From now on this is how the replica is reached. Closing the one it replaces is the caller's."""
-        self._contacts[replica] = contact
+        self._handles[replica] = handle
 
     def remove(self, replica: str) -> MemberHandle | None:
-        return self._contacts.pop(replica, None)
+        return self._handles.pop(replica, None)
 
     async def close(self) -> None:
-        contacts, self._contacts = list(self._contacts.values()), {}
-        await asyncio.gather(*(contact.participant.close() for contact in contacts), return_exceptions=True)
+        handles, self._handles = list(self._handles.values()), {}
+        await asyncio.gather(*(handle.participant.close() for handle in handles), return_exceptions=True)
 
     def answered(self, replica: str) -> None:
-        contact = self._contacts.get(replica)
-        if contact is not None:
-            contact.missed = 0
+        handle = self._handles.get(replica)
+        if handle is not None:
+            handle.missed = 0
 
     def missed(self, replica: str) -> int:
         """Count one more try without an answer; returns how many there were in a row."""
-        contact = self._contacts.get(replica)
-        if contact is None:
+        handle = self._handles.get(replica)
+        if handle is None:
             return 0
-        contact.missed += 1
-        return contact.missed
+        handle.missed += 1
+        return handle.missed
 
     # -- what fronts say
 
     def now_serves(self, replica: str, version: str, digest: str) -> None:
         """The replica acknowledged that it is open: shown at once, not only after the next probe."""
-        contact = self._contacts.get(replica)
-        if contact is not None and contact.status is not None:
-            contact.acknowledged += 1
-            contact.status = replace(
-                contact.status, state=FrontState.OPEN, live_version=version, live_digest=digest, failure=None
+        handle = self._handles.get(replica)
+        if handle is not None and handle.status is not None:
+            handle.acknowledged += 1
+            handle.status = replace(
+                handle.status, state=FrontState.OPEN, live_version=version, live_digest=digest, failure=None
             )
 
     def settled(self, member: Member, version: str, digest: str) -> None:
         """An update ended and the replica acknowledged that it serves: forget the status that it sent in the middle of
         it.
         """
-        contact = self._contacts.get(member.replica)
-        if contact is None or contact.status is None or contact.status.incarnation != member.incarnation:
+        handle = self._handles.get(member.replica)
+        if handle is None or handle.status is None or handle.status.incarnation != member.incarnation:
             return
         self.now_serves(member.replica, version, digest)
         spare = Spare(SpareState.UNKNOWN if member.spare_unknown else SpareState.EMPTY)
         if member.previous is None:
-            contact.status = replace(contact.status, spare=spare)
+            handle.status = replace(handle.status, spare=spare)
 
     async def ask(self, participant: Participant, seconds: float) -> FrontStatus | None:
         """The status of one front, or None when it does not answer."""
@@ -112,13 +112,13 @@ class MemberDirectory:
 
     async def describe_all(self, replicas: Iterable[str], seconds: float) -> None:
         """Of those that answer and whose description is not known: after a restart the journal has only addresses."""
-        contacts = [contact for replica in replicas if (contact := self._contacts.get(replica)) is not None]
-        bare = [contact for contact in contacts if contact.status is not None and contact.description is None]
-        await asyncio.gather(*(self._describe(contact, seconds) for contact in bare))
+        handles = [handle for replica in replicas if (handle := self._handles.get(replica)) is not None]
+        bare = [handle for handle in handles if handle.status is not None and handle.description is None]
+        await asyncio.gather(*(self._describe(handle, seconds) for handle in bare))
 
-    async def _describe(self, contact: MemberHandle, seconds: float) -> None:
+    async def _describe(self, handle: MemberHandle, seconds: float) -> None:
         try:
-            contact.description = await contact.participant.call("describe", StatusRequest(), seconds)
+            handle.description = await handle.participant.call("describe", StatusRequest(), seconds)
         except (Refusal, Unreachable):
             return
 
@@ -126,32 +126,32 @@ class MemberDirectory:
         """All at once. What they say is kept, unless the replica acknowledged that it is open while it was asked: its
         answer may be from before that.
         """
-        asked = [(replica, self._contacts[replica]) for replica in replicas if replica in self._contacts]
-        before = [contact.acknowledged for _, contact in asked]
-        answers = await asyncio.gather(*(self.ask(contact.participant, seconds) for _, contact in asked))
-        for (_, contact), answer, acknowledged in zip(asked, answers, before, strict=True):
+        asked = [(replica, self._handles[replica]) for replica in replicas if replica in self._handles]
+        before = [handle.acknowledged for _, handle in asked]
+        answers = await asyncio.gather(*(self.ask(handle.participant, seconds) for _, handle in asked))
+        for (_, handle), answer, acknowledged in zip(asked, answers, before, strict=True):
             if answer is None:
                 continue
-            contact.missed = 0
-            if contact.acknowledged == acknowledged:
-                contact.status = answer
+            handle.missed = 0
+            if handle.acknowledged == acknowledged:
+                handle.status = answer
         return {replica: answer for (replica, _), answer in zip(asked, answers, strict=True)}
 
     def view(self, member: Member, why: Failure | None = None) -> MemberState:
         """A member for people: the front's own state, unless the coordinator knows better. `why`: it does not serve."""
-        contact = self._contacts.get(member.replica)
-        status = contact.status if contact is not None else None
-        description = contact.description if contact is not None else None
+        handle = self._handles.get(member.replica)
+        status = handle.status if handle is not None else None
+        description = handle.description if handle is not None else None
         if status is not None and status.incarnation != member.incarnation:
             status = None
-        state = shown(member, status, contact is not None and not contact.missed)
+        state = shown(member, status, handle is not None and not handle.missed)
         failures = [each for each in (status.failure if status is not None else None, why) if each is not None]
         spare = status.spare if status is not None else Spare(SpareState.UNKNOWN)
         if member.previous is not None:
             spare = Spare(SpareState.PREVIOUS, version=str(member.previous.version), digest=member.previous.digest)
         return MemberState(
             replica=member.replica,
-            url=contact.participant.url if contact is not None else member.url,
+            url=handle.participant.url if handle is not None else member.url,
             state=state,
             incarnation=member.incarnation,
             live_version=status.live_version if status is not None else "",

@@ -31,8 +31,11 @@ _KEY_HINT = (
     "coordinator and replica need the same LIVEWEIGHTS_ADMIN_TOKEN, and the replica has to announce the very address"
     " that it is called at: {}"
 )
-#: A front asks again within seconds. More of them than any operator reads: one more replaces the oldest.
-REFUSED_S, KEPT = 60.0, 1000
+#: A front asks again within seconds.
+REFUSED_S = 60.0
+#: Replicas that are kept of those refused, and of those that call: more than any operator reads. One more replaces the
+#: one that was heard of least recently.
+KEPT = 1000
 
 
 class MembershipService(MachineObserver):
@@ -120,16 +123,14 @@ class MembershipService(MachineObserver):
         except ValueError as error:
             raise self._updates.error(Failure("bad_request", str(error), replica=replica)) from None
 
-    def _take_in(
-        self, replica: str, contact: MemberHandle, old_gone: bool, differs: tuple[Failure, ...] | None
-    ) -> None:
-        """Nothing is awaited between the machine's answer and the contact that its messages go to."""
-        if contact.description is None:
+    def _take_in(self, replica: str, handle: MemberHandle, old_gone: bool, differs: tuple[Failure, ...] | None) -> None:
+        """Nothing is awaited between the machine's answer and the handle that its messages go to."""
+        if handle.description is None:
             raise ValueError("a joiner has to be described")
         known = self._machine.state.member(replica) is not None
         before = self._directory.get(replica)
-        self._directory.put(replica, contact)
-        answer = self._machine.ask(ev.Joined(contact.description, old_gone, differs))
+        self._directory.put(replica, handle)
+        answer = self._machine.ask(ev.Joined(handle.description, old_gone, differs))
         if isinstance(answer, Denied):
             if before is not None and known:
                 self._directory.put(replica, before)
@@ -137,7 +138,7 @@ class MembershipService(MachineObserver):
                 self._directory.remove(replica)
             raise self._updates.error(*answer.failures)
         # A crash before this line loses nothing: a front that was not admitted asks again.
-        self._journal.put_member(remembered(contact))
+        self._journal.put_member(remembered(handle))
         if before is not None:
             self._close_soon(before.participant)
 
@@ -175,27 +176,27 @@ class MembershipService(MachineObserver):
             )
         return replace(description, url=url)
 
-    async def named(self, replica: str, url: str, contact: MemberHandle) -> KnownReplica:
+    async def named(self, replica: str, url: str, handle: MemberHandle) -> KnownReplica:
         """A front that an operator named. One that does not answer is adopted too, as whatever it turns out to be."""
         try:
-            description = await self.describe(replica, url, contact.participant)
+            description = await self.describe(replica, url, handle.participant)
         except Unavailable as silence:
             _log.warning("adopted without an answer: %s", silence)
             return KnownReplica(replica, "", url)
-        contact.description, contact.status = description, description.status
-        return remembered(contact)
+        handle.description, handle.status = description, description.status
+        return remembered(handle)
 
     async def _old_gone(self, replica: str) -> bool:
         """Whether the process that is the member now missed too many probes, or another one answers in its place.
 
         Not answering this once proves nothing (I9): it may stand still for a moment, and serve when it goes on.
         """
-        member, contact = self._machine.state.member(replica), self._directory.get(replica)
-        if member is None or contact is None:
+        member, handle = self._machine.state.member(replica), self._directory.get(replica)
+        if member is None or handle is None:
             return True
-        status = await self._directory.ask(contact.participant, self._deadlines.status_s)
+        status = await self._directory.ask(handle.participant, self._deadlines.status_s)
         if status is None:
-            return contact.missed >= self._deadlines.lost_after
+            return handle.missed >= self._deadlines.lost_after
         return status.incarnation != member.incarnation
 
     async def leave(self, replica: str, confirm_dead: bool, incarnation: str | None = None) -> None:
@@ -220,17 +221,13 @@ def _with_key_hint(failure: Failure, url: str) -> Failure:
     return replace(failure, hint=_KEY_HINT.format(url)) if failure.code in ("unauthorized", "forbidden") else failure
 
 
-def remembered(contact: MemberHandle) -> KnownReplica:
+def remembered(handle: MemberHandle) -> KnownReplica:
     """What the journal keeps of a described front."""
-    description = contact.description
+    description = handle.description
     if description is None:
         raise ValueError("not described")
     status = description.status
-    return KnownReplica(status.replica, status.incarnation, contact.participant.url, description.config_hash)
-
-
-#: More than any operator reads; one more replaces the one that was heard of least recently.
-KEPT = 1000
+    return KnownReplica(status.replica, status.incarnation, handle.participant.url, description.config_hash)
 
 
 class Callers:

@@ -50,16 +50,16 @@ class Models:
         return None
 
     async def _described(self, replica: str) -> Description | None:
-        contact = self._directory.get(replica)
-        if contact is None or contact.description is not None:
-            return contact.description if contact is not None else None
+        handle = self._directory.get(replica)
+        if handle is None or handle.description is not None:
+            return handle.description if handle is not None else None
         try:
-            answer = await contact.participant.call("describe", StatusRequest(), self._seconds)
+            answer = await handle.participant.call("describe", StatusRequest(), self._seconds)
         except (Refusal, Unreachable):
             return None
-        if isinstance(answer, Description) and contact.description is None:
-            contact.description = replace(answer, url=contact.participant.url)
-        return contact.description
+        if isinstance(answer, Description) and handle.description is None:
+            handle.description = replace(answer, url=handle.participant.url)
+        return handle.description
 
     async def differs(self, state: Fleet, joiner: Description) -> tuple[Failure, ...] | None:
         """Why `joiner` cannot be of this fleet: every key in which its config, tokenizer or quantisation is not that of
