@@ -16,7 +16,7 @@ from updater.coordinator.clock import Clock, LoopClock, OrderedClock
 from updater.coordinator.journal.journal import Journal, JournalError
 from updater.coordinator.machine import Machine, MachineObserver
 from updater.coordinator.members.directory import FailureDetector, MemberDirectory, MemberHandle, ProgressPoll
-from updater.coordinator.members.joins import Callers, MembershipService
+from updater.coordinator.members.joins import MembershipService, Recent, stranger_of
 from updater.coordinator.members.models import dtypes_of
 from updater.coordinator.members.participants import ParticipantFactory, http_participants
 from updater.coordinator.outbox import Outbox
@@ -31,7 +31,7 @@ from updater.core.fleet.members import obstacle
 from updater.core.fleet.state import Fleet, Member, Phase, Standing
 from updater.core.participant import Call, Claim, Claimed, FrontStatus, Kind
 from updater.protocol import wire
-from updater.protocol.answers import DtypesState, FleetState, MemberState, ModelState, VersionState
+from updater.protocol.answers import DtypesState, FleetState, MemberState, ModelState, StrangerState, VersionState
 from updater.server.metrics import Metrics
 from updater.settings import Settings
 
@@ -77,7 +77,7 @@ class Coordinator(MachineObserver):
         self._said: set[Failure] = set()
         self._copies: set[str] = set()  # owners that lost against this one
         self._owner = secrets.token_hex(8)
-        self._callers = Callers(self._clock, deadlines.watch_s)
+        self._strangers = Recent[StrangerState](self._clock, 5 * deadlines.watch_s)
         self._recovery = FleetRecovery(self._journal, self._directory, self._make, settings, self._clock, self._owner)
         self._leads_nobody = self._adopting = False
 
@@ -315,7 +315,7 @@ class Coordinator(MachineObserver):
             fleet=self.settings.fleet,
             identity=self.identity,
             hold=state.hold,
-            strangers=self._callers.strangers(),
+            strangers=self._strangers.all(),
             refused=self.joins.refused(),
             epoch=state.epoch,
             phase=Phase.STOPPED.value if self.stopped is not None else state.phase.value,
@@ -348,7 +348,10 @@ class Coordinator(MachineObserver):
             raise Unavailable(*answer.failures)
         if not isinstance(answer, Claimed):
             raise Unavailable(Failure("internal", "a call was not answered"))
-        self._callers.heard(call, url, known=answer.claim is Claim.MEMBER)
+        if answer.claim is Claim.MEMBER:
+            self._strangers.forget(call.replica)
+        else:
+            self._strangers.put(call.replica, stranger_of(call, url))
         return answer
 
     async def adopt(self, members: list[tuple[str, str]]) -> None:
@@ -381,6 +384,7 @@ class Coordinator(MachineObserver):
             self._journal.put_member(member)
         for replica in {member.replica for member in self.state.members} - set(named):
             self._directory.remove(replica)
-        self._callers.forget(named)
+        for replica in named:
+            self._strangers.forget(replica)
         self._go_on(found)
         await self._detector.once()

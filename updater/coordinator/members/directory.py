@@ -114,13 +114,17 @@ class MemberDirectory:
         """Of those that answer and whose description is not known: after a restart the journal has only addresses."""
         handles = [handle for replica in replicas if (handle := self._handles.get(replica)) is not None]
         bare = [handle for handle in handles if handle.status is not None and handle.description is None]
-        await asyncio.gather(*(self._describe(handle, seconds) for handle in bare))
+        await asyncio.gather(*(self.described(handle, seconds) for handle in bare))
 
-    async def _describe(self, handle: MemberHandle, seconds: float) -> None:
-        try:
-            handle.description = await handle.participant.call("describe", StatusRequest(), seconds)
-        except (Refusal, Unreachable):
-            return
+    async def described(self, handle: MemberHandle, seconds: float) -> Description | None:
+        """What a front says of itself: it is asked once. None while it does not answer."""
+        if handle.description is None:
+            try:
+                answer = await handle.participant.call("describe", StatusRequest(), seconds)
+            except (Refusal, Unreachable):
+                return None
+            handle.description = handle.description or replace(answer, url=handle.participant.url)
+        return handle.description
 
     async def ask_all(self, replicas: Iterable[str], seconds: float) -> dict[str, FrontStatus | None]:
         """All at once. What they say is kept, unless the replica acknowledged that it is open while it was asked: its

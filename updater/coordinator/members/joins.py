@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 from updater.coordinator.clock import Clock
 from updater.coordinator.journal.journal import Journal, KnownReplica
@@ -33,9 +33,32 @@ _KEY_HINT = (
 )
 #: A front asks again within seconds.
 REFUSED_S = 60.0
-#: Replicas that are kept of those refused, and of those that call: more than any operator reads. One more replaces the
-#: one that was heard of least recently.
+#: More replicas than any operator reads; one more replaces the one that was heard of least recently.
 KEPT = 1000
+
+
+T = TypeVar("T")
+
+
+class Recent(Generic[T]):
+    """What was said last of each replica, within the last `seconds`."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+        self._said: dict[str, tuple[float, T]] = {}
+
+    def put(self, replica: str, said: T) -> None:
+        self.forget(replica)
+        self._said[replica] = (self._clock.now(), said)
+        if len(self._said) > KEPT:
+            del self._said[next(iter(self._said))]
+
+    def forget(self, replica: str) -> None:
+        self._said.pop(replica, None)
+
+    def all(self) -> list[T]:
+        since = self._clock.now() - self._seconds
+        return [said for at, said in self._said.values() if at >= since]
 
 
 class MembershipService(MachineObserver):
@@ -53,8 +76,7 @@ class MembershipService(MachineObserver):
     ) -> None:
         self._make, self._directory, self._journal = make, directory, journal
         self._machine, self._updates, self._deadlines = machine, updates, deadlines
-        self._clock = clock
-        self._refused: dict[str, tuple[float, Failure]] = {}
+        self._refused = Recent[Failure](clock, REFUSED_S)
         self._models = Models(directory, deadlines.status_s)
         self._locks: dict[str, asyncio.Lock] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -65,18 +87,14 @@ class MembershipService(MachineObserver):
         try:
             state = await self._join(replica, url)
         except LiveweightsError as error:
-            self._refused.pop(replica, None)
-            self._refused[replica] = (self._clock.now(), error.failures[0].at(replica=replica))
-            if len(self._refused) > KEPT:
-                del self._refused[next(iter(self._refused))]
+            self._refused.put(replica, error.failures[0].at(replica=replica))
             raise
-        self._refused.pop(replica, None)
+        self._refused.forget(replica)
         return state
 
     def refused(self) -> list[Failure]:
         """Why replicas that ask to be taken in are not. Who asks no more is not named for long."""
-        since = self._clock.now() - REFUSED_S
-        return [failure for at, failure in self._refused.values() if at >= since]
+        return self._refused.all()
 
     async def _join(self, replica: str, url: str) -> MemberState:
         self._updates.must_run()
@@ -230,36 +248,14 @@ def remembered(handle: MemberHandle) -> KnownReplica:
     return KnownReplica(status.replica, status.incarnation, handle.participant.url, description.config_hash)
 
 
-class Callers:
-    """`watch_s`: how often fronts call. Who did not call for a few of those is not shown any more."""
-
-    def __init__(self, clock: Clock, watch_s: float) -> None:
-        self._clock, self._patience_s = clock, 5 * watch_s
-        self._heard: dict[str, tuple[float, Call, str]] = {}
-
-    def heard(self, call: Call, url: str, known: bool) -> None:
-        self._heard.pop(call.replica, None)
-        if not known:
-            self._heard[call.replica] = (self._clock.now(), call, url)
-            if len(self._heard) > KEPT:
-                del self._heard[next(iter(self._heard))]
-
-    def forget(self, replicas: Iterable[str]) -> None:
-        for replica in replicas:
-            self._heard.pop(replica, None)
-
-    def strangers(self) -> list[StrangerState]:
-        since = self._clock.now() - self._patience_s
-        return [
-            StrangerState(
-                replica=call.replica,
-                url=url,
-                fleet=call.fleet,
-                epoch=call.epoch,
-                state=call.state.value,
-                live_version=call.version,
-                live_digest=call.digest,
-            )
-            for at, call, url in self._heard.values()
-            if at >= since
-        ]
+def stranger_of(call: Call, url: str) -> StrangerState:
+    """A front that calls and is no member."""
+    return StrangerState(
+        replica=call.replica,
+        url=url,
+        fleet=call.fleet,
+        epoch=call.epoch,
+        state=call.state.value,
+        live_version=call.version,
+        live_digest=call.digest,
+    )

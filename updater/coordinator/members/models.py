@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from updater.coordinator.members.directory import MemberDirectory
-from updater.coordinator.members.participants import Refusal, Unreachable
 from updater.core.dtypes import differing, fingerprint
 from updater.core.errors import Failure, Rejected, Unavailable
 from updater.core.fleet.state import Fleet
-from updater.core.participant import Description, StatusRequest, same_definition
+from updater.core.participant import Description, same_definition
 from updater.protocol import wire
 from updater.protocol.answers import DtypesState
 from updater.protocol.model_config import ConfigRefused
@@ -44,22 +43,12 @@ class Models:
         """(replica, document) of the first member that says one: all members run on the same."""
         others = [member for member in state.members if member.replica != without]
         for member in sorted(others, key=lambda each: each.shut):
-            document = document_of(await self._described(member.replica))
+            handle = self._directory.get(member.replica)
+            said = await self._directory.described(handle, self._seconds) if handle is not None else None
+            document = document_of(said)
             if document is not None:
                 return member.replica, document
         return None
-
-    async def _described(self, replica: str) -> Description | None:
-        handle = self._directory.get(replica)
-        if handle is None or handle.description is not None:
-            return handle.description if handle is not None else None
-        try:
-            answer = await handle.participant.call("describe", StatusRequest(), self._seconds)
-        except (Refusal, Unreachable):
-            return None
-        if isinstance(answer, Description) and handle.description is None:
-            handle.description = replace(answer, url=handle.participant.url)
-        return handle.description
 
     async def differs(self, state: Fleet, joiner: Description) -> tuple[Failure, ...] | None:
         """Why `joiner` cannot be of this fleet: every key in which its config, tokenizer or quantisation is not that of
