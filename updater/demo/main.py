@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from updater.cli import views
 from updater.core.errors import LiveweightsError
@@ -22,6 +22,10 @@ from updater.demo.processes import Child, Children, ProcessFailed, free_port
 from updater.demo.report import ReportRow, report_of, table
 from updater.protocol.answers import Receipt
 
+if TYPE_CHECKING:
+    from trainer_side import AsyncClient
+
+T = TypeVar("T")
 VERSIONS = 6  # five published one after the other, and one more that is first pushed broken, then repaired
 MAX_TOKENS = 24
 REPLIES_EACH = 4  # finished on every replica before the next publication
@@ -63,9 +67,9 @@ def run(report: Path, *, keep: bool = False) -> bool:
         say("starting a coordinator, a replica over two ranks and a replica over one")
         coordinator, replicas = _start(children, folder, checkpoints[0])
         urls = {child.name: child.url for child in replicas}
-        story = DemoRun(folder, checkpoints, coordinator.url, Load(urls, prompts, MAX_TOKENS))
-        asyncio.run(_play(story))
-        verdict = judge(story.load.replies, expected, margin=MARGIN, max_tokens=MAX_TOKENS)
+        demo = DemoRun(folder, checkpoints, coordinator.url, Load(urls, prompts, MAX_TOKENS))
+        asyncio.run(_play(demo))
+        verdict = judge(demo.load.replies, expected, margin=MARGIN, max_tokens=MAX_TOKENS)
     except (ProcessFailed, TimeoutError, LiveweightsError, ExceptionGroup) as error:
         failed = f"{type(error).__name__}: {error}"
         for child in children.running:
@@ -81,7 +85,7 @@ def run(report: Path, *, keep: bool = False) -> bool:
     if failed:
         views.err.print(f"the demo broke off: {failed}", markup=False, style="red")
         return False
-    return _conclude(story, verdict, leftovers, report)
+    return _conclude(demo, verdict, leftovers, report)
 
 
 def say(text: str) -> None:
@@ -130,61 +134,61 @@ def _start(children: Children, folder: Path, model: Path) -> tuple[Child, list[C
 # --- the play ------------------------------------------------------------------------------------------------------
 
 
-async def _play(story: DemoRun) -> None:
-    clients = asyncio.create_task(story.load.run())
+async def _play(demo: DemoRun) -> None:
+    clients = asyncio.create_task(demo.load.run())
     try:
-        await story.load.wait_for("start", REPLIES_EACH)
+        await demo.load.wait_for("start", REPLIES_EACH)
         for act in (_publish_five, _offer_broken_ones, _ask_again, _repair, _go_back):
-            await act(story)
+            await act(demo)
     finally:
-        story.load.stop()
+        demo.load.stop()
         await clients
 
 
-async def _publish_five(story: DemoRun) -> None:
+async def _publish_five(demo: DemoRun) -> None:
     """The first as curl would, by the path of a bare folder; the others from a state dict, with digests."""
-    body = {"id": "first", "version": 1, "path": str(story.checkpoints[1])}
-    await _act(story, "bare folder, drain", "0-1", lambda: _post(story, body), "committed")
+    body = {"id": "first", "version": 1, "path": str(demo.checkpoints[1])}
+    await _act(demo, "bare folder, drain", "0-1", _poster(demo, body), "committed")
     for step in (2, 3, 4):
-        await _act(story, "state dict, drain", f"0-{step}", _pusher(story, step, {}), "committed")
-    await _act(story, "state dict, abort", "0-5", _pusher(story, 5, {"in_flight": "abort"}), "committed")
+        await _act(demo, "state dict, drain", f"0-{step}", _pusher(demo, step, {}), "committed")
+    await _act(demo, "state dict, abort", "0-5", _pusher(demo, 5, {"in_flight": "abort"}), "committed")
 
 
-async def _offer_broken_ones(story: DemoRun) -> None:
-    whole = story.checkpoints[6]
-    for what, spoil, code in (
+async def _offer_broken_ones(demo: DemoRun) -> None:
+    whole = demo.checkpoints[6]
+    for what, corrupt, code in (
         ("truncated", truncate, "file_truncated"),
         ("a tensor missing", drop_tensor, "tensor_missing"),
         ("K and V swapped", swap_keys_and_values, "tensor_digest"),
     ):
-        broken = story.folder / what.replace(" ", "-")
-        await asyncio.to_thread(spoiled, whole, broken, spoil)
+        broken = demo.folder / what.replace(" ", "-")
+        await asyncio.to_thread(corrupted, whole, broken, corrupt)
         outcome = "aborted" if code == "tensor_digest" else "rejected"
         body = {"version": 6, "path": str(broken)}
-        await _act(story, what, "0-6", _poster(story, body), outcome, code=code, live="0-5")
+        await _act(demo, what, "0-6", _poster(demo, body), outcome, code=code, live="0-5")
 
 
-async def _ask_again(story: DemoRun) -> None:
-    first = next(row.receipt for row in story.rows if row.version == "0-1")
-    body = {"id": "first", "version": 1, "path": str(story.checkpoints[1])}
-    again = await _post(story, body)
-    same = again == first and (await _live(story)) == "0-5"
-    story.rows.append(ReportRow("the first request again", "0-1", "same receipt" if same else "ANOTHER EFFECT", same))
-    stale = {"version": 3, "path": str(story.checkpoints[3])}
-    await _act(story, "a stale version", "0-3", _poster(story, stale), "rejected", code="stale_version", live="0-5")
+async def _ask_again(demo: DemoRun) -> None:
+    first = next(row.receipt for row in demo.rows if row.version == "0-1")
+    body = {"id": "first", "version": 1, "path": str(demo.checkpoints[1])}
+    again = await _poster(demo, body)()
+    same = again == first and (await _live(demo)) == "0-5"
+    demo.rows.append(ReportRow("the first request again", "0-1", "same receipt" if same else "ANOTHER EFFECT", same))
+    stale = {"version": 3, "path": str(demo.checkpoints[3])}
+    await _act(demo, "a stale version", "0-3", _poster(demo, stale), "rejected", code="stale_version", live="0-5")
 
 
-async def _repair(story: DemoRun) -> None:
+async def _repair(demo: DemoRun) -> None:
     """What was refused left its version free: the repaired weights may have it."""
-    await _act(story, "state dict, repaired", "0-6", _pusher(story, 6, {}), "committed")
+    await _act(demo, "state dict, repaired", "0-6", _pusher(demo, 6, {}), "committed")
 
 
-async def _go_back(story: DemoRun) -> None:
-    await _act(story, "rollback", "0-5", lambda: _rollback(story), "committed")
+async def _go_back(demo: DemoRun) -> None:
+    await _act(demo, "rollback", "0-5", lambda: _asked(demo, lambda client: client.rollback()), "committed")
 
 
 async def _act(
-    story: DemoRun,
+    demo: DemoRun,
     what: str,
     version: str,
     call: Callable[[], Awaitable[Receipt]],
@@ -205,43 +209,33 @@ async def _act(
             raise
         receipt = Receipt.model_validate(error.receipt) if error.receipt else None
         ended, found = type(error).__name__.lower(), error.code
-    now = await _live(story)
+    now = await _live(demo)
     quiet = receipt is None or receipt.pause is None
     expected = ended == outcome and found == code and now == (live or version) and (quiet or ended == "committed")
-    story.rows.append(ReportRow(what, version, ended, expected, found, receipt))
+    demo.rows.append(ReportRow(what, version, ended, expected, found, receipt))
     say(f"{what} {version}: {ended} {found}")
-    await story.load.wait_for(now, REPLIES_EACH)
+    await demo.load.wait_for(now, REPLIES_EACH)
 
 
 # --- what a trainer says -------------------------------------------------------------------------------------------
 
 
-async def _post(story: DemoRun, body: dict[str, Any]) -> Receipt:
+async def _asked(demo: DemoRun, verb: Callable[[AsyncClient], Awaitable[T]]) -> T:
     from trainer_side import AsyncClient
 
-    async with AsyncClient(story.url, "") as client:
-        return await client.update(body)
+    async with AsyncClient(demo.url, "") as client:
+        return await verb(client)
 
 
-def _poster(story: DemoRun, body: dict[str, Any]) -> Callable[[], Awaitable[Receipt]]:
-    return lambda: _post(story, body)
+def _poster(demo: DemoRun, body: dict[str, Any]) -> Callable[[], Awaitable[Receipt]]:
+    return lambda: _asked(demo, lambda client: client.update(body))
 
 
-async def _rollback(story: DemoRun) -> Receipt:
-    from trainer_side import AsyncClient
-
-    async with AsyncClient(story.url, "") as client:
-        return await client.rollback()
+async def _live(demo: DemoRun) -> str:
+    return (await _asked(demo, lambda client: client.version())).version or ""
 
 
-async def _live(story: DemoRun) -> str:
-    from trainer_side import AsyncClient
-
-    async with AsyncClient(story.url, "") as client:
-        return (await client.version()).version or ""
-
-
-def _pusher(story: DemoRun, step: int, policy: dict[str, str]) -> Callable[[], Awaitable[Receipt]]:
+def _pusher(demo: DemoRun, step: int, policy: dict[str, str]) -> Callable[[], Awaitable[Receipt]]:
     """`push(state_dict, version)` as a trainer calls it, in a thread so that the clients stream on."""
 
     def push() -> Receipt:
@@ -249,9 +243,9 @@ def _pusher(story: DemoRun, step: int, policy: dict[str, str]) -> Callable[[], A
 
         from trainer_side import push
 
-        source = story.checkpoints[step]
+        source = demo.checkpoints[step]
         weights = load_file(source / "model.safetensors")
-        return push(weights, step, url=story.url, token="", directory=story.pushed, config_from=source, policy=policy)
+        return push(weights, step, url=demo.url, token="", directory=demo.pushed, config_from=source, policy=policy)
 
     return lambda: asyncio.to_thread(push)
 
@@ -259,11 +253,11 @@ def _pusher(story: DemoRun, step: int, policy: dict[str, str]) -> Callable[[], A
 # --- the end -------------------------------------------------------------------------------------------------------
 
 
-def _conclude(story: DemoRun, verdict: Verdict, leftovers: Sequence[str], report: Path) -> bool:
-    load = story.load
-    unexpected = [row.what for row in story.rows if not row.expected]
-    views.out.print(table(story.rows))
-    for row in story.rows:
+def _conclude(demo: DemoRun, verdict: Verdict, leftovers: Sequence[str], report: Path) -> bool:
+    load = demo.load
+    unexpected = [row.what for row in demo.rows if not row.expected]
+    views.out.print(table(demo.rows))
+    for row in demo.rows:
         if row.receipt and row.receipt.pause:
             views.out.print(f"{row.version} {row.what}: {views.pause_parts(row.receipt)}", highlight=False)
     cached = sum(reply.cached_tokens > 0 for reply in load.replies)
@@ -279,16 +273,16 @@ def _conclude(story: DemoRun, verdict: Verdict, leftovers: Sequence[str], report
     for what in unexpected:
         views.err.print(f"did not end as it must: {what}", style="red", markup=False)
     views.out.print(f"[bold]mixed replies: {len(verdict.mixed)} of {verdict.replies}[/bold]")
-    report.write_text(json.dumps(report_of(story.rows, load, verdict), indent=2) + "\n")
+    report.write_text(json.dumps(report_of(demo.rows, load, verdict), indent=2) + "\n")
     return not (verdict.mixed or unexpected or load.broken or leftovers) and verdict.compared > 0
 
 
-def spoiled(whole: Path, broken: Path, spoil: Callable[[Path], None]) -> None:
+def corrupted(whole: Path, broken: Path, corrupt: Callable[[Path], None]) -> None:
     from transports.disk.manifests import write_manifest
 
     shutil.copytree(whole, broken)
     write_manifest(str(broken))  # of the weights as they should be
-    spoil(broken)
+    corrupt(broken)
 
 
 def truncate(folder: Path) -> None:
