@@ -7,7 +7,6 @@ Exit codes: 0 done or committed; 1 rejected or aborted (nothing was installed), 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,10 +81,14 @@ def serve(
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         logging.getLogger("httpx").setLevel(logging.WARNING)
-        roots, tokens = tuple(root or ()), Tokens.from_env()
-        settings = Settings(state, fleet, host, port, roots, tokens, history=history)
-        settings = replace(
-            settings,
+        settings = Settings(
+            state=state,
+            fleet=fleet,
+            host=host,
+            port=port,
+            roots=tuple(root or ()),
+            tokens=Tokens.from_env(),
+            history=history,
             allow_suspicious=tuple(allow_suspicious or ()),
             layouts=tuple(layouts_of(layout)),
             allow_networks=tuple(allow_network or ()),

@@ -55,15 +55,15 @@ class Lobby:
 
     def __init__(self, bounds: Bounds | None = None) -> None:
         self.bounds = bounds or Bounds.of_process()
-        self._waiting: dict[Line, None] = {}  # the longest first
-        self._running: set[Line] = set()
+        self._waiting: dict[ServerConnection, None] = {}  # the longest first
+        self._running: set[ServerConnection] = set()
         self._said = False
 
-    def enter(self, line: Line) -> None:
-        self._running.discard(line)
-        if line in self._waiting:
+    def enter(self, connection: ServerConnection) -> None:
+        self._running.discard(connection)
+        if connection in self._waiting:
             return
-        self._waiting[line] = None
+        self._waiting[connection] = None
         while len(self._waiting) > self.bounds.lobby:
             longest = next(iter(self._waiting))
             del self._waiting[longest]
@@ -72,26 +72,26 @@ class Lobby:
                 self._said = True
                 _log.warning("more than %d connections without a request: the oldest are closed", self.bounds.lobby)
 
-    def called(self, line: Line) -> None:
+    def called(self, connection: ServerConnection) -> None:
         """A whole request of it is there."""
-        self._waiting.pop(line, None)
+        self._waiting.pop(connection, None)
 
-    def leave(self, line: Line) -> None:
-        self._waiting.pop(line, None)
-        self._running.discard(line)
+    def leave(self, connection: ServerConnection) -> None:
+        self._waiting.pop(connection, None)
+        self._running.discard(connection)
 
-    def admit(self, line: Line, *, fleet: bool) -> bool:
+    def admit(self, connection: ServerConnection, *, fleet: bool) -> bool:
         """Whether a request of this connection may run."""
         if fleet:
-            self._running.discard(line)
+            self._running.discard(connection)
             return True
-        if line not in self._running and len(self._running) >= self.bounds.running:
+        if connection not in self._running and len(self._running) >= self.bounds.running:
             return False
-        self._running.add(line)
+        self._running.add(connection)
         return True
 
 
-class Line(H11Protocol):
+class ServerConnection(H11Protocol):
     """One connection. `lobby` is that of the server."""
 
     lobby: Lobby
@@ -156,11 +156,11 @@ class Line(H11Protocol):
 class _Named:
     """The app, told which connection a request came over."""
 
-    def __init__(self, app: ASGIApp, line: Line) -> None:
-        self._app, self._line = app, line
+    def __init__(self, app: ASGIApp, connection: ServerConnection) -> None:
+        self._app, self._connection = app, connection
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app({**scope, CONNECTION: self._line}, receive, send)
+        await self._app({**scope, CONNECTION: self._connection}, receive, send)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -188,7 +188,7 @@ class BoundedServer(uvicorn.Server):
     def __init__(self, app: ASGIApp, *, end_s: int, keep_alive_s: int = 5, bounds: Bounds | None = None) -> None:
         config = uvicorn.Config(
             app,
-            http=type("Line", (Line,), {"lobby": Lobby(bounds)}),
+            http=type("ServerConnection", (ServerConnection,), {"lobby": Lobby(bounds)}),
             backlog=_ACCEPT,
             lifespan="off",
             log_level="warning",

@@ -27,7 +27,7 @@ class TooLong(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
+class _Connection:
     """One connection."""
 
     reader: asyncio.StreamReader
@@ -104,25 +104,25 @@ class FrontClient:
         self._headers = [("Host", parts.netloc), ("Content-Type", "application/json"), ("Accept-Encoding", "identity")]
         if token:
             self._headers.append(("Authorization", f"Bearer {token}"))
-        self._idle: list[_Line] = []
-        self._busy: set[_Line] = set()
+        self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
 
     async def post(self, target: str, body: bytes, limit: int) -> tuple[int, bytes]:
         """(status, body of at most `limit` bytes)."""
         while self._idle:
-            line = self._idle.pop()
-            if not line.usable():
-                line.close()
+            connection = self._idle.pop()
+            if not connection.usable():
+                connection.close()
                 continue
             try:
-                return await self._use(line, self._path + target, body, limit)
+                return await self._use(connection, self._path + target, body, limit)
             except BROKEN:
-                if line.answering:
+                if connection.answering:
                     raise
                 break
         return await self._use(await self._connect(), self._path + target, body, limit)
 
-    async def _connect(self) -> _Line:
+    async def _connect(self) -> _Connection:
         async with asyncio.timeout(CONNECT_S):
             *others, last = await self._networks.resolve(self._host, self._port)
             for address in others:
@@ -132,29 +132,29 @@ class FrontClient:
                     continue
             return await self._connect_to(last)
 
-    async def _connect_to(self, address: str) -> _Line:
+    async def _connect_to(self, address: str) -> _Connection:
         name = self._host if self._tls else None
-        return _Line(
+        return _Connection(
             *await asyncio.open_connection(address, self._port, ssl=self._tls, server_hostname=name, limit=_CHUNK)
         )
 
-    async def _use(self, line: _Line, target: str, body: bytes, limit: int) -> tuple[int, bytes]:
-        self._busy.add(line)
+    async def _use(self, connection: _Connection, target: str, body: bytes, limit: int) -> tuple[int, bytes]:
+        self._busy.add(connection)
         keep = False
         try:
-            answer = await line.post(target, self._headers, body, limit)
-            keep = line.kept()
+            answer = await connection.post(target, self._headers, body, limit)
+            keep = connection.kept()
             return answer
         finally:
-            self._busy.discard(line)
+            self._busy.discard(connection)
             if keep:
-                self._idle.append(line)
+                self._idle.append(connection)
             else:
-                line.close()
+                connection.close()
 
     async def close(self) -> None:
         """On return no socket is left."""
-        lines, self._idle = [*self._idle, *self._busy], []
-        for line in lines:
-            line.close()
-        await asyncio.gather(*(line.writer.wait_closed() for line in lines), return_exceptions=True)
+        connections, self._idle = [*self._idle, *self._busy], []
+        for connection in connections:
+            connection.close()
+        await asyncio.gather(*(connection.writer.wait_closed() for connection in connections), return_exceptions=True)
