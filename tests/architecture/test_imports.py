@@ -77,6 +77,12 @@ CLOSED = {
     "trainer_side.ranks": ("publishing", "testing"),
     "trainer_side.sources": ("publishing", "testing"),
     "trainer_side.publishing": ("testing",),
+    "updater.protocol": ("server", "settings", "coordinator", "ray", "cli", "demo", "testing"),
+    "updater.server": ("ray", "cli", "demo", "testing"),
+    "updater.coordinator": ("server.routes", "server.serving", "server.guard", "ray", "cli", "demo", "testing"),
+    "updater.coordinator.machine": ("coordinator.coordinator", "coordinator.update", "coordinator.members"),
+    "updater.coordinator.journal": ("server", "coordinator.machine", "coordinator.update", "coordinator.members"),
+    "updater.ray": ("cli", "demo", "testing"),
 }
 
 
