@@ -71,7 +71,15 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total: int) -> N
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    """Tensors may share memory: each is stored by itself, as a checkpoint with aliases has it."""
+    apart: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.contiguous()
+        storage = own.untyped_storage().data_ptr()
+        apart[name] = own.clone() if storage in storages else own
+        storages.add(storage)
+    save_file(apart, path, metadata={"format": "pt"})
 
 
 def write_tokenizer(directory: Path) -> None:
