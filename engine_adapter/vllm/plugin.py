@@ -18,10 +18,10 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine_adapter.hosted.middleware import VersionMiddleware
 from engine_adapter.replica.app import OPERATOR_BODY, PARTICIPANT_BODY, ReplicaApp
 from engine_adapter.vllm.replica import VllmReplica
 from engine_adapter.vllm.settings import PREFIX
-from engine_adapter.vllm.traffic.middleware import VersionMiddleware
 from updater.core.errors import LiveweightsError
 from updater.protocol.problems import terse
 from updater.server.guard import MEDIA_TYPE, BodyLimit, problem

@@ -17,10 +17,10 @@ from engine_adapter.vllm import settings as settings_of
 from engine_adapter.vllm.configs import ServerConfig
 from engine_adapter.vllm.connectors import connectors
 from engine_adapter.vllm.control import VllmControl
+from engine_adapter.vllm.gate import VllmGate
 from engine_adapter.vllm.private import check_server, choose_mode, installed_version, model_folder
 from engine_adapter.vllm.reload.ranks import ReloadControl, ReloadRanks, make_hellos
 from engine_adapter.vllm.settings import Mode
-from engine_adapter.vllm.traffic.gate import VllmGate
 from updater.core.errors import Aborted, Failure, LiveweightsError
 from updater.server.security import ConfigurationError
 

@@ -69,10 +69,12 @@ def test_packages_import_only_along_the_arrows() -> None:
 
 #: Inside a package: what a room must not know.
 CLOSED = {
-    "engine_adapter.placement": ("rank", "replica", "transformers", "testing"),
-    "engine_adapter.rank": ("replica", "transformers", "testing"),
-    "engine_adapter.replica": ("transformers", "testing"),
-    "engine_adapter.transformers": ("rank", "replica", "testing"),
+    "engine_adapter.placement": ("rank", "replica", "hosted", "transformers", "vllm", "testing"),
+    "engine_adapter.rank": ("replica", "hosted", "transformers", "vllm", "testing"),
+    "engine_adapter.replica": ("hosted", "transformers", "vllm", "testing"),
+    "engine_adapter.hosted": ("transformers", "vllm", "testing"),
+    "engine_adapter.transformers": ("rank", "replica", "hosted", "vllm", "testing"),
+    "engine_adapter.vllm": ("transformers",),
     "trainer_side.client": ("publishing", "ranks", "testing"),
     "trainer_side.ranks": ("publishing", "testing"),
     "trainer_side.sources": ("publishing", "testing"),

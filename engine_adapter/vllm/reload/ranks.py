@@ -16,9 +16,9 @@ from engine_adapter.rank.messages import RankHello, completed
 from engine_adapter.replica.agreement import check_config
 from engine_adapter.replica.interfaces import WorkDeadlines
 from engine_adapter.vllm.control import VllmControl
+from engine_adapter.vllm.gate import VllmGate
 from engine_adapter.vllm.reload.source import CheckpointContent
 from engine_adapter.vllm.reload.staging import FrontStaging, Planned
-from engine_adapter.vllm.traffic.gate import VllmGate
 from updater.core.dtypes import Rules
 from updater.core.errors import Aborted, Failure, Rejected, refuse
 from updater.core.participant import (

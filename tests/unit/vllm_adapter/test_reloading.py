@@ -21,8 +21,8 @@ from engine_adapter.replica.front import Front
 from engine_adapter.replica.interfaces import WorkDeadlines
 from engine_adapter.replica.lifecycle import STANDALONE, Membership, ReplicaLifecycle
 from engine_adapter.testing.fronts import code_of
+from engine_adapter.vllm.gate import VllmGate
 from engine_adapter.vllm.reload.ranks import NAME, WARNINGS, ReloadControl, ReloadRanks, make_hellos
-from engine_adapter.vllm.traffic.gate import VllmGate
 from transports.disk.manifests import build_manifest, save_manifest, write_manifest
 from updater.core.errors import LiveweightsError, Unavailable
 from updater.core.participant import (

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from engine_adapter.vllm.traffic.call import EngineCall
+from engine_adapter.hosted.call import EngineCall
 
 
 class Engine:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine_adapter.hosted.replies import Reply, current_reply
 from engine_adapter.replica.admission import Limits
 from engine_adapter.replica.replies import Span, Wanted
-from engine_adapter.vllm.traffic.gate import VllmGate
-from engine_adapter.vllm.traffic.replies import Reply, current_reply
+from engine_adapter.vllm.gate import VllmGate
 from updater.core.errors import Aborted, Failure, Rejected, Unavailable
 from updater.core.policy import CachePolicy, InFlight
 from updater.core.version import Version

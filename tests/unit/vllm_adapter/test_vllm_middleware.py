@@ -14,9 +14,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from engine_adapter.hosted.middleware import VersionMiddleware
+from engine_adapter.hosted.replies import CallPart, Reply, current_reply
 from engine_adapter.replica.replies import Span, Wanted
-from engine_adapter.vllm.traffic.middleware import VersionMiddleware
-from engine_adapter.vllm.traffic.replies import CallPart, Reply, current_reply
+from engine_adapter.vllm.gate import read_output
 from updater.core.errors import Failure, Unavailable
 from updater.core.version import Version
 
@@ -369,5 +370,5 @@ def test_a_pooled_output_was_made_by_the_version_at_dispatch() -> None:
         finished = True
 
     part = CallPart()
-    part.take(Pooled(), "0-2")
+    part.take(read_output(Pooled()), "0-2")
     assert part.sequences == {0: (Span("0-2", 0, 0),)}

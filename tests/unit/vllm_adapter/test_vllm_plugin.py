@@ -11,9 +11,9 @@ import pytest
 from fastapi import FastAPI
 
 from engine_adapter.replica.app import ReplicaApp
+from engine_adapter.vllm.gate import VllmGate
 from engine_adapter.vllm.plugin import LiveweightsPlugin
 from engine_adapter.vllm.settings import PREFIX, VllmSettings
-from engine_adapter.vllm.traffic.gate import VllmGate
 from updater.server.security import Tokens, front_key
 
 ADMIN, INFERENCE = "admin-token-1234", "inference-token-1234"

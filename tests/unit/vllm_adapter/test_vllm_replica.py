@@ -13,8 +13,8 @@ import pytest
 
 from engine_adapter.replica.app import ReplicaApp
 from engine_adapter.replica.lifecycle import Membership, ReplicaLifecycle
+from engine_adapter.vllm.gate import VllmGate
 from engine_adapter.vllm.replica import VllmReplica
-from engine_adapter.vllm.traffic.gate import VllmGate
 from updater.core.errors import Aborted, Failure, Rejected, Unavailable
 
 

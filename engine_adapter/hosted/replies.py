@@ -1,4 +1,4 @@
-"""One HTTP reply of a vLLM route as the gate sees it: which versions it accepts, and what made which of its tokens."""
+"""One HTTP reply of an engine's own server: which versions it accepts, and which version made which of its tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ from typing import Any
 
 from engine_adapter.replica.replies import Span, Wanted, stale_prefix
 from updater.core.errors import LiveweightsError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """What the engine says at one moment of a call. `sequences`: what made the tokens of each, by its index; None for
+    one value that was made in one go (an embedding). `aborted`: a sequence was cut short. `empty`: of such a value:
+    nothing was computed.
+    """
+
+    finished: bool
+    sequences: dict[int, tuple[Span, ...]] | None
+    aborted: bool = False
+    empty: bool = False
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -27,15 +41,11 @@ class CallPart:
     def versions(self) -> set[str]:
         return {span.version for spans in self.sequences.values() for span in spans}
 
-    def take(self, output: Any, version: str) -> None:
-        """`output`: vLLM's RequestOutput or PoolingRequestOutput. `version`: for outputs without tokens."""
-        self.cached_tokens = getattr(output, "num_cached_tokens", None) or self.cached_tokens
-        if is_pooled(output):
-            self.sequences[0] = (Span(version, 0, 0),)
-            return
-        for each in output.outputs:
-            found = tuple(Span(s.version, s.start, s.end) for s in each.weight_versions or ())
-            self.sequences[each.index] = found or self.sequences.get(each.index, ())
+    def take(self, output: EngineOutput, version: str) -> None:
+        """`version`: for outputs without tokens."""
+        self.cached_tokens = output.cached_tokens or self.cached_tokens
+        found = {0: (Span(version, 0, 0),)} if output.sequences is None else output.sequences
+        self.sequences |= {index: spans or self.sequences.get(index, ()) for index, spans in found.items()}
 
 
 @dataclass(slots=True, eq=False)
@@ -89,22 +99,6 @@ class Reply:
             return ()
         part, sequence = divmod(choice, self._per_part)
         return self.parts[part].sequences.get(sequence, ()) if part < len(self.parts) else ()
-
-
-def is_pooled(output: Any) -> bool:
-    """Whether it is one value, made in one go (PoolingRequestOutput), and not a list of sequences."""
-    return not isinstance(output.outputs, list)
-
-
-def is_empty(output: Any) -> bool:
-    """Of a pooled output: nothing was computed."""
-    data = getattr(output.outputs, "data", None)
-    return data is None or not data.numel()
-
-
-def was_aborted(output: Any) -> bool:
-    """Whether a sequence of it was cut short."""
-    return any(each.finish_reason == "abort" for each in output.outputs)
 
 
 def json_object(text: bytes) -> dict[str, Any] | None:

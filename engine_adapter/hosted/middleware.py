@@ -1,4 +1,4 @@
-"""Around every route of vLLM: reads what a request asks of versions, and writes into the answer what made it.
+"""Around every route of an engine's own server: reads what a request asks of versions, writes what made its answer.
 
 Pure ASGI. Answers of routes that never call the engine pass as they are.
 """
@@ -11,9 +11,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine_adapter.hosted.events import EventStream, plain
+from engine_adapter.hosted.replies import Reply, current_reply, json_object
 from engine_adapter.replica.replies import Span, Wanted, version_of
-from engine_adapter.vllm.traffic.events import EventStream, plain
-from engine_adapter.vllm.traffic.replies import Reply, current_reply, json_object
 from updater.core.errors import LiveweightsError, refuse
 from updater.core.version import Version
 from updater.protocol.problems import problem_body
@@ -64,7 +64,7 @@ class VersionMiddleware:
     def _take(self, scope: Scope, body: bytes, reply: Reply) -> bytes:
         document = json_object(body)
         if document is None or "liveweights" not in document:
-            return body  # what is wrong with it, if anything, vLLM says
+            return body  # what is wrong with it, if anything, the route says
         reply.wanted = self._wanted(document.pop("liveweights"))
         body = json.dumps(document).encode()
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]

@@ -1,13 +1,12 @@
-"""The gate in front of a vLLM engine: wraps `generate` and `encode` of its client, whichever route calls them.
+"""The gate in front of an engine that labels tokens by itself: an adapter sends every call of the engine through it.
 
-A call waits at the door until its replica serves a version that it accepts; what the engine then says of versions
-(vLLM labels tokens in its core) is noted in the reply that the call belongs to.
+A call waits until its replica serves a version that it accepts; what the engine then says of versions is noted in the
+reply that the call belongs to.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -16,16 +15,16 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+from engine_adapter.hosted.call import EngineCall
+from engine_adapter.hosted.replies import CallPart, EngineOutput, Reply, current_reply
 from engine_adapter.replica.admission import AdmissionController, Limits
-from engine_adapter.vllm.traffic.call import EngineCall
-from engine_adapter.vllm.traffic.replies import CallPart, Reply, current_reply, is_empty, is_pooled, was_aborted
-from updater.core.errors import Failure, LiveweightsError, Unavailable, refuse
+from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.core.policy import CachePolicy, InFlight
 
 #: A reply that so many updates went through is old enough to be asked for again.
 _REMEMBERED = 64
-#: (arguments of vLLM's method) -> its outputs.
-Generate = Callable[..., AsyncGenerator[Any, None]]
+#: Begins the call at the engine.
+Begin = Callable[[], AsyncGenerator[Any, None]]
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +40,17 @@ class _Ticket:
     for_update: bool = False  # by an update
 
 
-class VllmGate(AdmissionController):
-    """`abort`: ends a request at the engine; what it made so far is answered."""
+class HostedGate(AdmissionController):
+    """`abort`: ends a request at the engine; what it made so far is answered. `read`: what one output says."""
 
-    def __init__(self, abort: Callable[[str], Awaitable[None]], limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        abort: Callable[[str], Awaitable[None]],
+        read: Callable[[Any], EngineOutput],
+        limits: Limits | None = None,
+    ) -> None:
         super().__init__(limits)
-        self._abort = abort
+        self._abort, self._read = abort, read
         self._running: set[_Ticket] = set()
         self._aborting: set[asyncio.Future[None]] = set()
         self._namespaces = Namespaces()
@@ -63,52 +67,18 @@ class VllmGate(AdmissionController):
         """Goes into the key of every block that new requests cache."""
         return self._namespaces.current
 
-    # --- calls of vLLM's routes
+    # --- calls of the engine's routes
 
-    def gating(self, original: Generate) -> Generate:
-        """Takes the place of the client's `generate` or `encode`, whose calls name `prompt` and `request_id`."""
-        signature = inspect.signature(original)
-
-        def call(*args: Any, **named: Any) -> AsyncGenerator[Any, None]:
-            bound = signature.bind(*args, **named)
-            prompt = bound.arguments["prompt"]
-
-            def dispatch() -> AsyncGenerator[Any, None]:
-                bound.arguments["prompt"] = self._salted(prompt)
-                return original(*bound.args, **bound.kwargs)
-
-            wanted = getattr(bound.arguments.get("sampling_params"), "n", None) or 1
-            return self._gated(bound.arguments["request_id"], wanted, dispatch)
-
-        return call
-
-    def _salted(self, prompt: Any) -> Any:
-        """The same prompt in the namespace of what is live: blocks of other versions are never its prefix (I5).
-
-        Raises Rejected for what has no place for it.
-        """
-        if not self.namespace:
-            return prompt
-        if isinstance(prompt, str):
-            return {"prompt": prompt, "cache_salt": self.namespace}
-        if not isinstance(prompt, dict):
-            raise refuse("mode_unsupported", f"a {type(prompt).__name__} cannot be kept apart from other versions")
-        own = prompt.get("cache_salt")
-        return {**prompt, "cache_salt": f"{own}/{self.namespace}" if own else self.namespace}
-
-    def _gated(
-        self, request_id: str, sequences: int, call: Callable[[], AsyncGenerator[Any, None]]
-    ) -> AsyncGenerator[Any, None]:
+    def gated(self, request_id: str, sequences: int, begin: Begin) -> AsyncGenerator[Any, None]:
+        """The engine's outputs of one call, which begins once it is let in. `sequences`: so many it asks for."""
         reply = current_reply.get() or Reply()
-        return self._run(request_id, reply, reply.part(request_id, sequences), call)
+        return self._run(request_id, reply, reply.part(request_id, sequences), begin)
 
-    async def _run(
-        self, request_id: str, reply: Reply, part: CallPart, call: Callable[[], AsyncGenerator[Any, None]]
-    ) -> AsyncGenerator[Any, None]:
+    async def _run(self, request_id: str, reply: Reply, part: CallPart, begin: Begin) -> AsyncGenerator[Any, None]:
         try:
             await self._door.enter(reply.wanted)
             self._check_whole(reply)
-            generation = call()
+            generation = begin()
         except LiveweightsError as error:
             reply.failure = error
             raise
@@ -134,10 +104,11 @@ class VllmGate(AdmissionController):
         self._running.discard(ticket)
         self._changed.set()
 
-    def _note(self, ticket: _Ticket, part: CallPart, output: Any) -> None:
+    def _note(self, ticket: _Ticket, part: CallPart, said: Any) -> None:
         """Raises Unavailable for what must not be answered as if nothing were wrong: a reply that mixes versions
         without leave, and one without anything in it.
         """
+        output = self._read(said)
         part.take(output, ticket.version)
         if not output.finished:
             if ticket.ending:
@@ -146,9 +117,9 @@ class VllmGate(AdmissionController):
         if not ticket.spans and part.versions - {ticket.version}:
             self.mixed += 1
             self._fail(ticket, "internal", f"tokens of {sorted(part.versions)} in a reply of {ticket.version!r}")
-        if not is_pooled(output):
-            ticket.reply.ended_by_update |= ticket.for_update and was_aborted(output)
-        elif ticket.for_update and is_empty(output):
+        if output.sequences is not None:
+            ticket.reply.ended_by_update |= ticket.for_update and output.aborted
+        elif ticket.for_update and output.empty:
             self._fail(ticket, "aborted_by_update", "an update ended it")
         elif self._label and ticket.version != self._label:
             self._fail(ticket, "aborted_by_update", f"{ticket.version} or {self._label} may have computed it")

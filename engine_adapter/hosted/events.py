@@ -1,7 +1,7 @@
-"""The event stream of a vLLM route: says in the last event of each choice what made it, or why it broke.
+"""The event stream of an engine's route: says in the last event of each choice what made it, or why it broke.
 
-vLLM sends no event for a request without a token. One that an update ended before its first would then be an empty
-stream: it gets its last event here.
+An engine may send no event for a request without a token. One that an update ended before its first token would then
+be an empty stream: it gets its last event here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from engine_adapter.vllm.traffic.replies import Reply, json_object
+from engine_adapter.hosted.replies import Reply, json_object
 from updater.core.errors import LiveweightsError
 
 _FINISHED = b'"finish_reason":"'
@@ -25,7 +25,7 @@ _EMPTY: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class EventStream:
-    """`add_versions`: completes one document in place. `told`: an error as a document. `path`: of the route."""
+    """`add_versions`: completes one document in place. `told`: makes a document of an error. `path`: of the route."""
 
     def __init__(
         self,
@@ -102,5 +102,5 @@ class EventStream:
 
 
 def plain(document: dict[str, Any]) -> bytes:
-    """As vLLM writes JSON."""
+    """Compact JSON, as the engines' own routes write it."""
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
