@@ -21,7 +21,8 @@ from engine_adapter.replica.admission import AdmissionController, Limits
 from updater.core.errors import Failure, LiveweightsError, Unavailable
 from updater.core.policy import CachePolicy, InFlight
 
-#: A reply that so many updates went through is old enough to be asked for again.
+#: So many versions and namespaces are remembered: a reply that more updates went through is old enough to be asked for
+#: again, and only what was served last, or just before, can be served again under its name.
 _REMEMBERED = 64
 #: Begins the call at the engine.
 Begin = Callable[[], AsyncGenerator[Any, None]]
@@ -190,10 +191,6 @@ class HostedGate(AdmissionController):
         self._aborting.discard(task)
         if not task.cancelled():
             task.exception()  # an engine that is gone has ended the request, too
-
-
-#: So many are remembered. Only what was served last, or just before, can be served again under its name.
-_REMEMBERED = 64
 
 
 class Namespaces:

@@ -9,17 +9,15 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine_adapter.hosted.events import EventStream, plain
 from engine_adapter.hosted.replies import Reply, current_reply, json_object
-from engine_adapter.replica.replies import Span, Wanted, version_of
+from engine_adapter.replica.replies import CUT_SHORT, Span, VersionWish, Wanted, listed, made_by
 from updater.core.errors import LiveweightsError, refuse
-from updater.core.version import Version
 from updater.protocol.problems import problem_body
 from updater.server.guard import problem, replay_body
-
-_WISHES = ("min_version", "exact_version")
 
 
 class VersionMiddleware:
@@ -72,21 +70,12 @@ class VersionMiddleware:
         return body
 
     def _wanted(self, wish: Any) -> Wanted:
-        if wish is None:
-            return Wanted()
-        if not isinstance(wish, dict) or not set(wish) <= set(_WISHES):
-            raise refuse("bad_request", f"liveweights: an object with {' or '.join(_WISHES)}")
-        return Wanted(*(self._version(wish.get(key)) for key in _WISHES))
-
-    def _version(self, wish: Any) -> Version | None:
-        if wish is None:
-            return None
-        if not isinstance(wish, str | int) or isinstance(wish, bool):
-            raise refuse("bad_request", f"liveweights: {wish!r} is no version")
         try:
-            return version_of(wish, self._live())
-        except ValueError as error:
-            raise refuse("bad_request", f"liveweights: {error}") from None
+            return VersionWish.model_validate({} if wish is None else wish).wanted(self._live())
+        except ValidationError as error:
+            said = error.errors()[0]
+            where = ".".join(map(str, said["loc"][:1]))
+            raise refuse("bad_request", f"liveweights: {where}: {said['msg']}") from None
 
 
 class _Answer:
@@ -176,17 +165,16 @@ class _Answer:
         choices = [each for each in document.get("choices") or () if isinstance(each, dict)]
         for choice in choices if self._reply.choices > 1 else ():
             index = choice.get("index", 0)
-            spans = _listed(self._reply.spans_of(index))
-            choice["liveweights"] = {"spans": spans, **self._reply.found_stale(index)}
+            choice["liveweights"] = {"spans": listed(self._reply.spans_of(index)), **self._reply.found_stale(index)}
         first = choices[0].get("index", 0) if choices else 0
         document["liveweights"] = self._versions(self._reply.spans_of(first)) | self._reply.found_stale()
         if self._reply.ended_by_update and (not choices or any(_cut_short(choice) for choice in choices)):
-            document["liveweights"] |= {"reason": "aborted_by_update", "retryable": True}
+            document["liveweights"] |= CUT_SHORT
         self._add_cached(document.get("usage"))
 
     def _versions(self, spans: tuple[Span, ...]) -> dict[str, Any]:
         version = spans[-1].version if spans else self._reply.version or self._live()
-        return {"version": version, "digest": self._digest_of(version), "spans": _listed(spans)}
+        return made_by(version, self._digest_of, spans)
 
     def _add_cached(self, usage: Any) -> None:
         if isinstance(usage, dict) and not usage.get("prompt_tokens_details"):
@@ -195,10 +183,6 @@ class _Answer:
 
 def _cut_short(choice: dict[str, Any]) -> bool:
     return choice.get("finish_reason") == "abort"
-
-
-def _listed(spans: tuple[Span, ...]) -> list[dict[str, Any]]:
-    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
 
 
 async def _whole(receive: Receive) -> bytes | None:

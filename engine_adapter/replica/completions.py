@@ -17,26 +17,26 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictInt
 from tokenizers import Tokenizer
 
 from engine_adapter.base import GenerateRequest
 from engine_adapter.replica.admission import Gate
-from engine_adapter.replica.replies import ReplyPiece, RunningReply, Wanted, stale_prefix, version_of
+from engine_adapter.replica.replies import (
+    CUT_SHORT,
+    ReplyPiece,
+    RunningReply,
+    VersionWish,
+    Wanted,
+    made_by,
+    stale_prefix,
+)
 from updater.core.errors import Failure, Unavailable, refuse
 from updater.protocol.events import EVENT_STREAM, event_text
 from updater.protocol.problems import problem_body
 from updater.server.guard import problem
 
 MAX_TOKENS_BOUND = 1 << 20
-
-
-class VersionWish(BaseModel):
-    """`liveweights` of a request."""
-
-    model_config = ConfigDict(extra="forbid")
-    min_version: StrictStr | StrictInt | None = None
-    exact_version: StrictStr | StrictInt | None = None
 
 
 class StreamOptions(BaseModel):
@@ -111,7 +111,7 @@ class Completions:
         return await self._whole(running, request)
 
     async def _admitted(self, body: CompletionRequest, request: Request) -> RunningReply:
-        wanted = self._wanted(body.liveweights)
+        wanted = body.liveweights.wanted(self._gate.version) if body.liveweights is not None else Wanted()
         generate = self._generate_request(body)
         admission = asyncio.ensure_future(self._gate.admit(generate, wanted))
         gone = asyncio.ensure_future(_disconnected(request))
@@ -133,19 +133,6 @@ class Completions:
         return GenerateRequest(
             self._gate.next_id(), prompt, body.max_tokens, tuple(dict.fromkeys(stops)), body.temperature, body.seed
         )
-
-    def _wanted(self, wish: VersionWish | None) -> Wanted:
-        if wish is None:
-            return Wanted()
-        try:
-            return Wanted(
-                *(
-                    None if label is None else version_of(label, self._gate.version)
-                    for label in (wish.min_version, wish.exact_version)
-                )
-            )
-        except ValueError as error:
-            raise refuse("bad_request", str(error)) from None
 
     async def _whole(self, running: RunningReply, request: Request) -> Response:
         stream = TextStream(self._text.tokenizer)
@@ -212,19 +199,11 @@ class Completions:
                 "prompt_tokens_details": {"cached_tokens": running.cached_tokens},
             },
             "liveweights": {
-                "version": running.version,
-                "digest": self._digest_of(running.version),
-                "spans": [{"version": s.version, "start": s.start, "end": s.end} for s in running.spans],
+                **made_by(running.version, self._digest_of, running.spans),
                 **stale_prefix(running.stale, running.cached_tokens),
-                **_ended_by_update(running),
+                **(CUT_SHORT if running.finish_reason == "abort" and running.ended_by_update else {}),
             },
         }
-
-
-def _ended_by_update(running: RunningReply) -> dict[str, Any]:
-    """A reply that an update cut short says so: what is there is whole, and asking again makes sense."""
-    cut = running.finish_reason == "abort" and running.ended_by_update
-    return {"reason": "aborted_by_update", "retryable": True} if cut else {}
 
 
 async def _disconnected(request: Request) -> None:

@@ -73,10 +73,6 @@ class FleetClient:
             _log.warning("%s", text)
         self._said = text
 
-    def why_not(self) -> Failure | None:
-        """Why it is not admitted, as it heard last."""
-        return self.obstacle
-
     async def _ask_in(self) -> None:
         """An answer that got lost may have been a yes; only a no says that another process is the member."""
         mine = self._incarnation()

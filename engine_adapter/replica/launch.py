@@ -13,10 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from engine_adapter.base import GenerateRequest
-from engine_adapter.rank.channel import CancelRequest
 from engine_adapter.replica.admission import Gate, Limits
 from engine_adapter.replica.app import ReplicaApp, make_app
 from engine_adapter.replica.completions import ModelText
@@ -112,25 +109,6 @@ def run_engine(wanted: FrontSettings) -> int:
     return asyncio.run(run())
 
 
-class _PoolEngine:
-    """The gate's view of the ranks."""
-
-    def __init__(self, pool: RankPool) -> None:
-        self._pool = pool
-
-    def submit(self, request: GenerateRequest) -> asyncio.Future[Any]:
-        return self._pool.tell_first("submit", request)
-
-    def cancel(self, request_id: str) -> None:
-        self._pool.tell_first("cancel_request", CancelRequest(request_id)).add_done_callback(_seen)
-
-
-def _seen(done: asyncio.Future[Any]) -> None:
-    """Whether a cancelled request ended comes as an event; a rank that died ends everything anyhow."""
-    if not done.cancelled():
-        done.exception()
-
-
 class Replica:
     """One life of a front and its ranks, for one event loop. `clock`: what its leases run on, monotonic seconds."""
 
@@ -146,7 +124,7 @@ class Replica:
             on_death=lambda failure: self.life.rank_died(failure),
             on_staged=lambda rank, staged: self.work.on_staged(rank, staged),
         )
-        self.gate = Gate(_PoolEngine(self.pool), wanted.limits)
+        self.gate = Gate(self.pool, wanted.limits)
         roots = tuple(str(root.resolve()) for root in wanted.roots)
         self.work = RankWork(self.pool, self.gate, model, roots, wanted.deadlines)
         self.face = ReplicaApp(self.name, self.gate)

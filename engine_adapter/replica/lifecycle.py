@@ -86,10 +86,11 @@ class ReplicaLifecycle:
         except LiveweightsError as error:
             self.refuse(error)
             return False
-        if self._fleet is not None:
-            self._face.obstacle = self._fleet.why_not
-            await self._fleet.register(front.reopened)
-            self._watching = asyncio.create_task(self._watch(self._fleet, front))
+        fleet = self._fleet
+        if fleet is not None:
+            self._face.obstacle = lambda: fleet.obstacle
+            await fleet.register(front.reopened)
+            self._watching = asyncio.create_task(self._watch(fleet, front))
         self.joined.set()
         return True
 

@@ -20,12 +20,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from engine_adapter.base import EngineSpec, TokenEvent
+from engine_adapter.base import EngineSpec, GenerateRequest, TokenEvent
 from engine_adapter.rank.channel import (
     CALLS,
     ENGINE_FAILED,
     Build,
     BytesStaged,
+    CancelRequest,
     CancelStaging,
     ChannelClosed,
     ChannelError,
@@ -296,6 +297,14 @@ class RankPool(RankCalls):
     def tell_first(self, verb: str, request: Any) -> asyncio.Future[Any]:
         """To rank 0 alone: requests are submitted and cancelled there. Sent when this returns; no deadline."""
         return self.tell(self.lines[0], verb, request)
+
+    def submit(self, request: GenerateRequest) -> asyncio.Future[Any]:
+        """See `admission.RequestEngine`."""
+        return self.tell_first("submit", request)
+
+    def cancel(self, request_id: str) -> None:
+        """See `admission.RequestEngine`."""
+        self.tell_first("cancel_request", CancelRequest(request_id)).add_done_callback(forget)
 
     async def stop(self, deadline_s: float) -> None:
         """Ask, wait, then kill. On return no rank process is left."""

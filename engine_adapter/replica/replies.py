@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr
 
 from engine_adapter.base import GenerateRequest
-from updater.core.errors import Failure
+from updater.core.errors import Failure, refuse
 from updater.core.version import START, Version
 
 
@@ -30,6 +33,28 @@ class Wanted:
     @property
     def particular(self) -> bool:
         return self.minimum is not None or self.exact is not None
+
+
+class VersionWish(BaseModel):
+    """`liveweights` of a request."""
+
+    model_config = ConfigDict(extra="forbid")
+    min_version: StrictStr | StrictInt | None = None
+    exact_version: StrictStr | StrictInt | None = None
+
+    def wanted(self, current: str) -> Wanted:
+        """`current`: the version that is served; a bare step is one of its run. Raises Rejected (`bad_request`)."""
+        try:
+            return Wanted(*(_version_of(label, current) for label in (self.min_version, self.exact_version)))
+        except ValueError as error:
+            raise refuse("bad_request", f"liveweights: {error}") from None
+
+
+def _version_of(label: str | int | None, current: str) -> Version | None:
+    """`run-step`, `start`, or a bare step of the run of `current`. Raises ValueError."""
+    if not isinstance(label, int):
+        return None if label is None else Version.parse(label)
+    return replace(Version.parse(current) if current else START, step=label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +147,14 @@ def stale_prefix(stale: bool, cached_tokens: int) -> dict[str, bool]:
     return {"stale_prefix": True} if stale and cached_tokens else {}
 
 
-def version_of(label: str | int, current: str) -> Version:
-    """`run-step`, `start`, or a bare step of the run of `current`. Raises ValueError."""
-    if isinstance(label, str):
-        return Version.parse(label)
-    return replace(Version.parse(current) if current else START, step=label)
+def listed(spans: Iterable[Span]) -> list[dict[str, Any]]:
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
+
+
+def made_by(version: str, digest_of: Callable[[str], str], spans: Iterable[Span]) -> dict[str, Any]:
+    """What `liveweights` of every reply begins with."""
+    return {"version": version, "digest": digest_of(version), "spans": listed(spans)}
+
+
+#: What `liveweights` of a reply that an update cut short has besides: what is there is whole, and asking again helps.
+CUT_SHORT = {"reason": "aborted_by_update", "retryable": True}

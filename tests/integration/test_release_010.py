@@ -179,11 +179,11 @@ def test_a_replica_names_a_coordinator_of_010() -> None:
         client = FleetClient("http://127.0.0.1", "one", URLS["one"], lambda: "i", transport=transport)
         admitted = asyncio.Event()
         registering = asyncio.create_task(client.register(admitted))
-        while client.why_not() is None:
+        while client.obstacle is None:
             await settle(1)
         admitted.set()
         await registering
-        why = client.why_not()
+        why = client.obstacle
         assert why is not None
         assert why.code == "release_mismatch"
         assert why.hint

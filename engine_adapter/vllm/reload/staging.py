@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 
 from engine_adapter.rank.plan import CancelToken
+from engine_adapter.rank.state import wrong_phase
 from engine_adapter.vllm.reload.source import (
     CheckpointContent,
     ReloadStart,
@@ -147,10 +148,6 @@ class FrontStaging:
         if planned is None or planned.content is not None or not planned.read:
             return None
         return Progress(planned.serial, planned.read, planned.total)
-
-
-def wrong_phase(message: str) -> Aborted:
-    return Aborted(Failure("wrong_phase", message))
 
 
 def _stop(cancelled: threading.Event, deadline_s: float) -> CancelToken:

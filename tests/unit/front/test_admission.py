@@ -9,9 +9,9 @@ import pytest
 
 from engine_adapter.base import GenerateRequest
 from engine_adapter.replica.admission import Gate, Limits
-from engine_adapter.replica.replies import ReplyPiece, RunningReply, Span, Wanted, version_of
+from engine_adapter.replica.replies import ReplyPiece, RunningReply, Span, VersionWish, Wanted
 from engine_adapter.testing.requests import HandEngine
-from updater.core.errors import Failure, LiveweightsError
+from updater.core.errors import Failure, LiveweightsError, Rejected
 from updater.core.policy import InFlight
 from updater.core.version import Version
 
@@ -394,8 +394,11 @@ def test_what_ran_when_the_gate_broke_has_left_the_engine_before_it_is_mended() 
 
 
 def test_a_bare_step_is_of_the_current_run() -> None:
-    assert version_of(7, "3-1") == Version(3, 7)
-    assert version_of(7, "") == version_of(7, "start") == Version(0, 7)
-    assert version_of("2-5", "3-1") == Version(2, 5)
-    with pytest.raises(ValueError):
-        version_of("x", "3-1")
+    def minimum(label: str | int, current: str) -> Version | None:
+        return VersionWish(min_version=label).wanted(current).minimum
+
+    assert minimum(7, "3-1") == Version(3, 7)
+    assert minimum(7, "") == minimum(7, "start") == Version(0, 7)
+    assert minimum("2-5", "3-1") == Version(2, 5)
+    with pytest.raises(Rejected):
+        minimum("x", "3-1")
