@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -53,6 +54,11 @@ class PausePoint:
 
     step: int
     running: str  # hash of the ids of the requests that the scheduler holds
+
+    @classmethod
+    def at(cls, step: int, ids: Iterable[str]) -> PausePoint:
+        """`ids`: in an order that is the same on every rank."""
+        return cls(step, hashlib.sha256("\n".join(ids).encode()).hexdigest())
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from transformers.generation.continuous_batching.continuous_api import (
     BackgroundThreadStatus,
@@ -25,6 +24,7 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
+from engine_adapter.groups import broadcast_bytes
 from updater.core.errors import Failure, LiveweightsError
 
 SCHEDULER = "liveweights"
@@ -239,16 +239,9 @@ class PlainHelper(DistributedHelper):
         """`obj`: (new request states, cancelled ids) on rank 0, ignored elsewhere. Returns it on every rank."""
         if self.tp_size <= 1:
             return obj
-        data = pack(*obj) if self.is_tp_driver else b""
-        length = torch.tensor([len(data)])
-        dist.broadcast(length, src=self.tp_root_global_rank, group=self.cpu_comm_group)
-        body = (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            if data
-            else torch.empty(int(length), dtype=torch.uint8)
-        )
-        dist.broadcast(body, src=self.tp_root_global_rank, group=self.cpu_comm_group)
-        return obj if self.is_tp_driver else unpack(bytes(body.numpy()))
+        data = pack(*obj) if self.is_tp_driver else None
+        said = broadcast_bytes(data, self.tp_root_global_rank, self.cpu_comm_group)
+        return obj if self.is_tp_driver else unpack(said)
 
 
 def pack(states: list[RequestState], cancelled: list[str]) -> bytes:

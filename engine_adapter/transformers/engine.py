@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter, PausePoint, TokenEvent
+from engine_adapter.parameters import collect, fed
 from engine_adapter.placement.declared.dtensor import from_dtensors
 from engine_adapter.placement.declared.rules import declare, targets_of
 from engine_adapter.placement.rows import Placement
 from engine_adapter.transformers.batching import SCHEDULER, BatchingHooks, Manager
 from engine_adapter.transformers.families import rules_of
 from engine_adapter.transformers.loading import Options, load_model
-from engine_adapter.transformers.parameters import collect, held
 from updater.core.errors import Failure, LiveweightsError, refuse
 from updater.core.policy import CachePolicy, Capabilities, InFlight
 from updater.protocol.manifest import TensorSpec
@@ -55,7 +54,7 @@ class TransformersEngine:
         self._options = options
         self._model = model
         self._parameters = collect(model)
-        self._tensors = {name: tensor for name, tensor in held(model).items() if name in self._parameters}
+        self._tensors = {name: tensor for name, tensor in fed(model) if name in self._parameters}
         self._rules = rules_of(model.config.get_text_config())
         self._manager: Manager | None = None
         self._emit: Callable[[TokenEvent], None] = lambda _event: None
@@ -215,9 +214,9 @@ class TransformersEngine:
     def _point(self) -> PausePoint:
         manager = self._manager
         if manager is None:
-            return PausePoint(0, _hash(()))
+            return PausePoint.at(0, ())
         scheduler = manager.processor.scheduler
-        return PausePoint(manager.current_batch, _hash((*scheduler.active_requests, *scheduler.waiting_requests_order)))
+        return PausePoint.at(manager.current_batch, (*scheduler.active_requests, *scheduler.waiting_requests_order))
 
     # on the loop's thread
 
@@ -289,10 +288,6 @@ class TransformersEngine:
             wrong = "a seed per request is not supported"
         if wrong:
             raise LiveweightsError(Failure("bad_request", wrong))
-
-
-def _hash(ids: tuple[str, ...]) -> str:
-    return hashlib.sha256("\n".join(ids).encode()).hexdigest()
 
 
 def _is_empty(cache: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch._C._distributed_c10d import FileStore
 
 from engine_adapter.base import EngineSpec
-from engine_adapter.transformers.parameters import collect
+from engine_adapter.groups import join_group
+from engine_adapter.parameters import collect
 from updater.core.errors import Failure, LiveweightsError
 
 _DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -136,15 +135,7 @@ def _join_group(spec: EngineSpec, options: Options) -> None:
     if dist.is_initialized():
         raise LiveweightsError(Failure("bad_request", "this process is in a process group already"))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one replica share a machine: nothing listens outside
-    store = FileStore(spec.rendezvous, spec.size)
-    store.set_timeout(timedelta(seconds=options.start_s))
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=spec.rank,
-        world_size=spec.size,
-        timeout=timedelta(seconds=options.group_timeout_s),
-    )
+    join_group(spec, options.group_timeout_s, options.start_s)
 
 
 def _own_memory(model: Any) -> None:

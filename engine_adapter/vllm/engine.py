@@ -6,13 +6,12 @@ what only the worker knows: its tensors, their placement, and where it stands.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter, PausePoint, TokenEvent
-from engine_adapter.hosted.parameters import collect
+from engine_adapter.parameters import collect
 from engine_adapter.placement.rows import Placement
 from engine_adapter.vllm.building import recorded_placements
 from engine_adapter.vllm.configs import hf_completed, running_config, tokenizer_folder
@@ -53,7 +52,7 @@ class VllmRankEngine:
         self._placements = recorded_placements(worker.vllm_config, model)
         layers = processed_layers(model, worker.vllm_config, self._placements.fresh)
         # Ours come last: a packed expert has the shape of the one that a checkpoint holds.
-        self._parameters = {**collect(model), **layers.parameters}
+        self._parameters = {**collect(model, empty=False), **layers.parameters}
         self._derived = layers.derived
         self._steps = 0
         self._stood: tuple[int, PausePoint] | None = None
@@ -101,8 +100,7 @@ class VllmRankEngine:
     def stand(self, number: int) -> None:
         """On the worker's own thread, between two steps, while the scheduler is paused. `number`: of this pause."""
         runner = self._worker.model_runner
-        held = "\n".join(sorted(str(request) for request in getattr(runner, "requests", ())))
-        point = PausePoint(self._steps, hashlib.sha256(held.encode()).hexdigest())
+        point = PausePoint.at(self._steps, sorted(str(request) for request in getattr(runner, "requests", ())))
         with self._lock:
             self._stood = (number, point)
 

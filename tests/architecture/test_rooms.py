@@ -21,7 +21,6 @@ SMALL = 60  # lines; a shorter module with one importer moves in with it, unless
 
 #: Small modules with one importer that stay: each is a seam, a page of values, or the only place of a heavy import.
 SEAMS = {
-    "engine_adapter.hosted.parameters",
     "engine_adapter.hosted.rank",
     "transports.media.sealed_memory",
     "updater.cli.replica",

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from engine_adapter.base import Parameter
-from engine_adapter.hosted.parameters import collect
+from engine_adapter.parameters import collect
 from engine_adapter.placement.declared.rules import Rules
 from engine_adapter.placement.rows import Placement
 from engine_adapter.rank.messages import RankDigests, RankDiscard, RankPlan
@@ -75,7 +75,7 @@ class Rank(BareEngine):
         with as_rank(self.acts_as, size):
             self.model = built(apart(config), start)
             self.recorded = recorded_placements(config, self.model)
-        self._collected = collect(self.model)
+        self._collected = collect(self.model, empty=False)
 
     def parameters(self) -> Mapping[str, Parameter]:
         return self._collected

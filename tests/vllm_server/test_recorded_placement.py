@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from engine_adapter.hosted.meta_twin import fingerprint, meta_twin
-from engine_adapter.hosted.parameters import collect
+from engine_adapter.parameters import collect
 from engine_adapter.placement.coverage import check_destination, check_rows, check_sources, source_boxes
 from engine_adapter.placement.declared.layouts import QKV, Experts, Layout, Merged, PaddedVocab, Sharded
 from engine_adapter.placement.declared.names import NameRules, Stacked
@@ -95,7 +95,7 @@ def tensors_of(path: Path) -> Tensors:
 
 def targets_of(model: nn.Module) -> dict[str, Target]:
     """What the engine says that it holds."""
-    return {name: Target(tuple(each.local.shape), each.aliases) for name, each in collect(model).items()}
+    return {name: Target(tuple(each.local.shape), each.aliases) for name, each in collect(model, empty=False).items()}
 
 
 def declared_rules(name: str) -> Rules:
@@ -380,7 +380,7 @@ def test_the_placement_has_the_targets_that_the_engine_lists(config: Any, llama:
         loading.process_weights_after_loading(live, config.model_config, torch.device("cpu"))
     found = recorded_placements(config, live).placement(llama.specs)
     packed = {name for name, parameter in live.named_parameters() if not parameter.numel()}
-    assert {row.target for row in found.rows} == set(collect(live)) | packed
+    assert {row.target for row in found.rows} == set(collect(live, empty=False)) | packed
     assert check_destination(found, shapes) == []
 
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from engine_adapter.base import EngineSpec, Parameter
 from engine_adapter.hosted.meta_twin import default_dtype
-from engine_adapter.hosted.parameters import collect
+from engine_adapter.parameters import collect
 from engine_adapter.rank.spare import RankSpare
 from engine_adapter.rank.state import DerivedStates
 from engine_adapter.testing.bare import BareReplica
@@ -94,7 +94,7 @@ class Updated:
 
     def __init__(self, live: Loaded, layers: ProcessedLayers) -> None:
         self.live, self.layers = live, layers
-        self.parameters: dict[str, Parameter] = collect(live.model) | dict(layers.parameters)
+        self.parameters: dict[str, Parameter] = collect(live.model, empty=False) | dict(layers.parameters)
         self.spare = RankSpare(self.parameters)
         self.derived = DerivedStates(layers.derived, self.parameters)
 

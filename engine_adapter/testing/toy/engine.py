@@ -67,7 +67,7 @@ class ToyEngine:
         self.options = ToyOptions.parse(spec.options)
         self.config = ToyConfig.load(spec.model)
         weights = expected_parameters(spec.model, spec.rank, spec.size, self.options)
-        self._ranks = ToyRanks(spec.rank, spec.size, spec.rendezvous, self.options.collective_timeout_s)
+        self._ranks = ToyRanks(spec, self.options.collective_timeout_s)
         self.model = ToyModel(self.config, self.options, self._ranks, weights)
         o = self.options
         self.cache = PrefixCache(o.tiers.split(","), o.blocks, o.block_size, o.namespaced)
@@ -135,7 +135,7 @@ class ToyEngine:
             if self._loop is not None:
                 self._gate.pause(deadline_s)
             skew = self.options.step_skew if self.rank else 0
-            return PausePoint(self._step + skew, self._scheduler.fingerprint())
+            return PausePoint.at(self._step + skew, self._scheduler.held())
 
     def unpause(self, deadline_s: float) -> None:
         with self._faults.around("unpause"):

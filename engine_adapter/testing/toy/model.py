@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
-from engine_adapter.base import Derived
+from engine_adapter.base import Derived, EngineSpec
+from engine_adapter.groups import broadcast_bytes, join_group
 from engine_adapter.testing.toy.config import RankShape, ToyConfig, ToyOptions
 
 Tensors = Mapping[str, torch.Tensor]
@@ -232,13 +231,10 @@ def _is_down(name: str) -> bool:
 class ToyRanks:
     """The collectives of one replica. With one rank nothing is started and every call is the identity."""
 
-    def __init__(self, rank: int, size: int, rendezvous: str, timeout_s: float) -> None:
-        self.rank, self.size = rank, size
-        if size > 1:
-            store = FileStore(rendezvous, size)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
-            )
+    def __init__(self, spec: EngineSpec, timeout_s: float) -> None:
+        self.rank, self.size = spec.rank, spec.size
+        if spec.size > 1:
+            join_group(spec, timeout_s)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Over ranks, in place."""
@@ -260,16 +256,8 @@ class ToyRanks:
             if message is None:
                 raise ValueError("rank 0 has to give the schedule")
             return message
-        payload = json.dumps(message).encode() if self.rank == 0 else b""
-        length = torch.tensor([len(payload)], dtype=torch.int64)
-        dist.broadcast(length, 0)
-        body = (
-            torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            if payload
-            else torch.empty(int(length), dtype=torch.uint8)
-        )
-        dist.broadcast(body, 0)
-        parsed: dict[str, Any] = json.loads(bytes(body.numpy()))
+        payload = json.dumps(message).encode() if self.rank == 0 else None
+        parsed: dict[str, Any] = json.loads(broadcast_bytes(payload))
         return parsed
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -59,10 +58,6 @@ class ToyScheduler:
 
     def held(self) -> tuple[str, ...]:
         return tuple(sorted([*self._running, *self._waiting]))
-
-    def fingerprint(self) -> str:
-        """Hash of the ids of every request held: equal on all ranks at an equal step."""
-        return hashlib.sha256("\n".join(self.held()).encode()).hexdigest()[:16]
 
     def step(self) -> list[TokenEvent]:
         """One token for every running request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from engine_adapter.transformers.parameters import collect
+from engine_adapter.parameters import collect
 
 
 class Small(nn.Module):
@@ -35,6 +35,7 @@ def test_ties_are_one_parameter_and_computed_tables_none() -> None:
         "nothing_too": (),
         "scale": (),
     }
+    assert found.keys() - collect(Small(), empty=False).keys() == {"nothing", "nothing_too"}
 
 
 def test_rebinding_reaches_every_reader_of_a_tie_and_buffers_too() -> None:

@@ -12,13 +12,15 @@ from torch.distributed.tensor import DTensor
 from engine_adapter.base import Parameter
 
 
-def collect(model: nn.Module) -> dict[str, Parameter]:
+def collect(model: nn.Module, *, empty: bool = True) -> dict[str, Parameter]:
     """Name -> parameter, in the module tree's order; ties once, under the first name. Non-persistent buffers (rotary
-    tables) are computed, not fed."""
+    tables) are computed, not fed. `empty`: whether tensors without an element count; they may stand for packed ones."""
     names: dict[int, list[str]] = {}
     holders: dict[int, dict[int, torch.Tensor]] = {}
-    for name, tensor in _fed(model):
+    for name, tensor in fed(model):
         local = _local(tensor)
+        if not (empty or local.numel()):
+            continue
         key = local.data_ptr() if local.numel() else -id(tensor)
         names.setdefault(key, []).append(name)
         holders.setdefault(key, {})[id(tensor)] = tensor
@@ -30,12 +32,8 @@ def collect(model: nn.Module) -> dict[str, Parameter]:
     }
 
 
-def held(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> the tensor as the module holds it (a DTensor where it is sharded), for placements."""
-    return dict(_fed(model))
-
-
-def _fed(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def fed(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, the tensor as the module holds it: a DTensor where it is sharded)."""
     yield from model.named_parameters(remove_duplicate=False)
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
@@ -45,17 +43,18 @@ def _fed(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor of this rank, sharing storage, outside autograd."""
-    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.data
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _rebinder(holders: dict[int, torch.Tensor]) -> Callable[[torch.Tensor], None]:
-    """For all tensor objects over one storage: ties are usually one object, but need not be."""
+    """For all tensor objects over one storage: ties are usually one object, but need not be. The objects stay (loaders
+    and kernels hold them); the storage behind them changes.
+    """
+    forms = {_form(_local(tensor)) for tensor in holders.values()}
 
     def rebind(new: torch.Tensor) -> None:
-        for tensor in holders.values():
-            old = _local(tensor)
-            if (new.shape, new.dtype, new.device, new.stride()) != (old.shape, old.dtype, old.device, old.stride()):
-                raise ValueError(f"rebind needs {_form(old)}, got {_form(new)}")
+        if forms != {_form(new)}:
+            raise ValueError(f"rebind needs {sorted(map(str, forms))}, got {_form(new)}")
         for tensor in holders.values():
             if isinstance(tensor, DTensor):
                 tensor._local_tensor = new
@@ -66,4 +65,4 @@ def _rebinder(holders: dict[int, torch.Tensor]) -> Callable[[torch.Tensor], None
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.dtype, str(tensor.device), tensor.stride()
+    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride()
