@@ -95,7 +95,7 @@ class ReplicaActor:
             return {"status": error.status, "text": json.dumps(problem_body(error))}
         return await self._face.ask(method, target, text)
 
-    # -- about it: anybody may wait here, so it takes no room from control
+    # -- about it: any number of callers may wait here, so these take no room from control
 
     async def ready(self) -> Reply:
         """When it serves: its version. Or why it never will."""

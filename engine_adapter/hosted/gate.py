@@ -77,7 +77,7 @@ class HostedGate(AdmissionController):
 
     async def _run(self, request_id: str, reply: Reply, part: CallPart, begin: Begin) -> AsyncGenerator[Any, None]:
         try:
-            await self._door.enter(reply.wanted)
+            await self._queue.enter(reply.wanted)
             self._check_whole(reply)
             generation = begin()
         except LiveweightsError as error:
@@ -132,7 +132,7 @@ class HostedGate(AdmissionController):
     # --- the front
 
     def close(self, mode: InFlight, pending: str) -> tuple[int, int]:
-        self._door.close(pending)
+        self._queue.close(pending)
         self._goes_on = mode in (InFlight.KEEP, InFlight.RECOMPUTE)
         for ticket in self._running:
             if self._goes_on:
@@ -162,19 +162,19 @@ class HostedGate(AdmissionController):
 
     def open(self, version: str) -> None:
         before = self.version
-        if self._door.open(version):
+        if self._queue.open(version):
             if version != before:
                 self._open_to = (*self._open_to, before)[-_REMEMBERED:] if self._goes_on else ()
             self._goes_on = False
             self.before_switch(version)
-            self._door.wake()
+            self._queue.wake()
 
     def break_down(self, failure: Failure) -> None:
-        self._door.break_down(failure)
+        self._queue.break_down(failure)
         for ticket in self._running:
             ticket.reply.failure = Unavailable(failure)
             self._end(ticket)
-        self._door.wake()
+        self._queue.wake()
 
     def _end_for_update(self, ticket: _Ticket) -> None:
         ticket.for_update = True

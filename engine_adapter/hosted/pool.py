@@ -28,6 +28,8 @@ from updater.core.policy import CachePolicy
 from updater.protocol import wire
 
 _HELLO_S = 30.0
+#: Why an engine is not paused for an update.
+ASLEEP = Failure("replica_asleep", "the engine sleeps, or another caller paused it: wake it first")
 
 
 class EngineControl(Protocol):
@@ -147,7 +149,7 @@ class AttachedPool(RankCalls):
     async def _pause(self, request: Any, deadline_s: float) -> list[Any]:
         """Raises Aborted (`replica_asleep`) where the engine's memory may not be there."""
         if not await self._control.pause(next(self._pauses), deadline_s):
-            raise Aborted(Failure("replica_asleep", "the engine sleeps, or was paused by somebody else: wake it first"))
+            raise Aborted(ASLEEP)
         return await super().call("pause", request, deadline_s=deadline_s)
 
     async def _label(self, verb: str, request: Any, cache: CachePolicy, deadline_s: float) -> list[Any]:

@@ -2,7 +2,7 @@
 
 Other names, another order and redundant copies are the same spelling. A tensor that holds what the proved spelling had
 in several, or several for one, may lie in more than one way: then the engine's own loader has to be one that was tried
-with it, or somebody has to say how it lies.
+with it, or the publication, the fleet or the manifest has to say how it lies.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def shown(specs: Mapping[str, TensorSpec], stated: Mapping[str, Stated]) -> dict
 def respelled(
     proved: Proved, specs: Mapping[str, TensorSpec], placement: Placement, stated: Mapping[str, Stated]
 ) -> tuple[Placement, tuple[str, ...]]:
-    """The placement of another spelling, and what was taken on somebody's word, for the receipt.
+    """The placement of another spelling, and what was taken as stated, for the receipt.
 
     `placement`: the engine's own of these specs; used as it is where the spelling is proved or its loader was tried.
     Raises Rejected: `layout_unproved`, for every source that nothing says enough about.

@@ -113,7 +113,7 @@ class _Dense:
 
 @dataclass(frozen=True, slots=True)
 class _Strided:
-    """Tensors with gaps, whose bytes are somebody else's: element by element, in blocks."""
+    """Tensors with gaps, whose bytes belong to other tensors: element by element, in blocks."""
 
     pairs: tuple[Pair, ...]
 

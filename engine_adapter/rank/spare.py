@@ -121,7 +121,7 @@ class RankSpare:
 
     @property
     def asleep(self) -> bool:
-        """Whether somebody freed the memory behind a parameter."""
+        """Whether the memory behind a parameter was freed."""
         return any(t.numel() and not t.untyped_storage().nbytes() for side in self._sides for t in side.values())
 
 

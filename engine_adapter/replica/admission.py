@@ -29,7 +29,7 @@ class AdmissionController(ABC):
 
     def __init__(self, limits: Limits | None) -> None:
         self._limits = limits or Limits()
-        self._door = WaitQueue(self._limits)
+        self._queue = WaitQueue(self._limits)
         self._changed = asyncio.Event()  # fewer requests are left
         self.mixed = 0
         self.stale = False
@@ -37,15 +37,15 @@ class AdmissionController(ABC):
     @property
     def version(self) -> str:
         """Label of what is served."""
-        return self._door.version
+        return self._queue.version
 
     @property
     def is_open(self) -> bool:
-        return self._door.is_open
+        return self._queue.is_open
 
     @property
     def waiting(self) -> int:
-        return self._door.waiting
+        return self._queue.waiting
 
     @property
     @abstractmethod
@@ -84,7 +84,7 @@ class AdmissionController(ABC):
 
     def mend(self) -> None:
         """An audit found the replica in order again; shut until `open`."""
-        self._door.mend()
+        self._queue.mend()
 
 
 class RequestEngine(Protocol):
@@ -120,7 +120,7 @@ class Gate(AdmissionController):
 
         Raises Unavailable (`shut`, `queue_full`) or Rejected (`version_not_served`, retryable), nothing started.
         """
-        await self._door.enter(wanted)
+        await self._queue.enter(wanted)
         running = RunningReply(request, wanted, self.version)
         taken = self._submit(running, request)
         try:
@@ -209,7 +209,7 @@ class Gate(AdmissionController):
         running.requeue = False
         if len(running.tokens) >= running.request.max_tokens:
             running.hand_out(ReplyPiece((), "length"))
-        elif not self._door.is_open:
+        elif not self._queue.is_open:
             self._parked.append(running)
         elif not running.wanted.accepts(self.version):
             running.ended_by_update = True
@@ -224,7 +224,7 @@ class Gate(AdmissionController):
         self._changed.set()
 
     def close(self, mode: InFlight, pending: str) -> tuple[int, int]:
-        self._door.close(pending)
+        self._queue.close(pending)
         if mode is InFlight.KEEP:
             for running in self._running.values():
                 running.next_version = pending
@@ -250,7 +250,7 @@ class Gate(AdmissionController):
 
     def open(self, version: str) -> None:
         """Serve `version`. Requests that recompute stopped go on, then those that wait come in."""
-        if not self._door.open(version):
+        if not self._queue.open(version):
             return
         self.before_switch(version)
         for running in self._running.values():
@@ -261,13 +261,13 @@ class Gate(AdmissionController):
             if running.next_version != version:
                 running.next_version = None
             self._go_on(running)
-        self._door.wake()
+        self._queue.wake()
 
     def break_down(self, failure: Failure) -> None:
         """What still runs at the engine is told to end, and `quiesce` waits for it: a replica that is mended does not
         go on with it.
         """
-        self._door.break_down(failure)
+        self._queue.break_down(failure)
         running_here, self._running = self._running, {}
         for running in [*running_here.values(), *self._parked]:
             running.hand_out(ReplyPiece((), "error", failure))
@@ -276,7 +276,7 @@ class Gate(AdmissionController):
             self._ending.add(engine_id)
             self._engine.cancel(engine_id)
         self._changed.set()
-        self._door.wake()
+        self._queue.wake()
 
 
 @dataclass(frozen=True, slots=True)

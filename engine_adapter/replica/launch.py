@@ -27,7 +27,7 @@ from updater.server.security import Tokens, check_bind
 
 _log = logging.getLogger("liveweights.front")
 
-#: `--engine` names; anything with a colon is a factory of somebody else's, `package.module:function`.
+#: `--engine` names; anything with a colon is a factory of another package, `package.module:function`.
 ENGINES = {
     "transformers": "engine_adapter.transformers.engine:build",
     "toy": "engine_adapter.testing:build_toy",

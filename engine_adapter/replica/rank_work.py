@@ -363,7 +363,7 @@ class RankWork:
             await self.restore(*unsettled, version, digest)
         await self.discard(serial)
         await self._prove_live(version)
-        # What was told off when the gate broke has to leave the engine, which has to run for that.
+        # Requests that were ended when the gate broke down have to leave the engine, which has to run for that.
         await self.unpause(serial)
         await self._gate.quiesce(InFlight.ABORT, self._deadlines.commit_s)
         deadline = self._deadlines.commit_s

@@ -201,7 +201,7 @@ class EngineContract:
         while True:
             request = replica.submit(self.prompt, 200)
             replica.wait(request, 1)
-            replica.pause(0)  # or it may have ended by itself before anybody cancels it
+            replica.pause(0)  # or it may have ended by itself before it is cancelled
             if len(replica.replies[request].tokens) < 190:
                 break
             replica.resume(0)

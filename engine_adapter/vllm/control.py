@@ -43,7 +43,7 @@ class VllmControl:
 
     async def pause(self, number: int, deadline_s: float) -> bool:
         """The scheduler stops between two steps, whatever runs stays where it is, and every rank notes where it
-        stands. False, and nothing was touched: the engine sleeps, or somebody else has paused it.
+        stands. False, and nothing was touched: the engine sleeps, or another caller has paused it.
 
         Raises Aborted (`quiesce_timeout`); the engine then goes on.
         """

@@ -114,7 +114,7 @@ class VllmReplica:
             return await self._life.start_and_join()
         except LiveweightsError as error:
             self._life.refuse(error)
-        except Exception as error:  # no code awaits this task: without a word it would be joining for ever
+        except Exception as error:  # no code awaits this task: unreported, the replica would be joining for ever
             _log.exception("%s cannot join", self.settings.replica)
             self._life.refuse(LiveweightsError(Failure("internal", f"{type(error).__name__}: {error}")))
         return False

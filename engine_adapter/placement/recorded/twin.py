@@ -31,7 +31,7 @@ LOADER_ERRORS = (
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Identity of a storage while somebody holds it; addresses are 0 on meta."""
+    """Identity of a storage while it is held; addresses are 0 on meta."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 
+from engine_adapter.hosted.pool import ASLEEP
 from engine_adapter.placement.suspicious import judge
 from engine_adapter.rank.messages import RankHello, completed
 from engine_adapter.replica.agreement import check_config
@@ -222,7 +223,7 @@ class ReloadRanks:
 
     async def _pause(self, deadline_s: float) -> None:
         if not await self._control.pause(0, deadline_s):
-            raise Aborted(Failure("replica_asleep", "the engine sleeps, or was paused by somebody else: wake it first"))
+            raise Aborted(ASLEEP)
 
     async def install(self, request: FenceRequest, plan: PlanRequest, digest: str) -> None:
         """From the first word to vLLM on, only a publication makes this replica serve again."""
