@@ -139,6 +139,6 @@ def _join_group(spec: EngineSpec, options: Options) -> None:
 
 
 def _own_memory(model: Any) -> None:
-    """The loader may leave tensors in mapped files: a file that another process truncates would kill the server (SIGBUS)."""
+    """The loader may leave tensors in mapped files: one that is truncated later would kill the server (SIGBUS)."""
     for parameter in collect(model).values():
         parameter.rebind(parameter.local.clone())

@@ -27,9 +27,8 @@ def recorded_placements(vllm_config: Any, live_model: nn.Module) -> RecordedPlac
     state: Any = import_module("vllm.distributed")
     rank, size = state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
     heads = getattr(vllm_config.model_config.hf_text_config, "num_key_value_heads", 0)
-    return RecordedPlacements(
-        twin, int(rank), int(size), heads if isinstance(heads, int) else 0
-    )  # a list: not the same
+    kv_heads = heads if isinstance(heads, int) else 0  # a list: not the same in every layer
+    return RecordedPlacements(twin, int(rank), int(size), kv_heads)
 
 
 def check_supported(vllm_config: Any) -> None:

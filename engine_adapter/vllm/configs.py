@@ -15,33 +15,37 @@ from typing import Any
 from updater.protocol.model_config import ROPE, ROPE_SPELLINGS
 
 
-def running_config(model_config: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config`, of the start folder, as vLLM reads it. `model_config`: vLLM's `ModelConfig`."""
-    path, told = getattr(model_config, "hf_config_path", None), getattr(model_config, "hf_overrides", None)
-    hf_config = model_config.hf_config
-    read = dict(config)
-    if path and path != model_config.model:
-        read = {name: read[name] for name in ("quantization_config",) if name in read} | _read(hf_config, path)
-    if not told:
-        return read
-    runs = hf_config.to_dict()
-    if callable(told):  # it may have changed anything: what it changed is what differs
-        told = _changed(hf_completed(model_config, read), runs)
-    return _taken(read, told, runs, hf_config)
+class ServerConfig:
+    """Implements `engine_adapter.base.KnowsConfig`. `model_config`: vLLM's `ModelConfig`."""
 
+    def __init__(self, model_config: Any) -> None:
+        self.model_config = model_config
 
-def hf_completed(model_config: Any, config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` as the class of the config that runs completes it."""
-    full: dict[str, Any] = type(model_config.hf_config).from_dict(dict(config)).to_dict()
-    return full
+    def running_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`config`, of the start folder, as vLLM reads it."""
+        ours, hf_config = self.model_config, self.model_config.hf_config
+        path, told = getattr(ours, "hf_config_path", None), getattr(ours, "hf_overrides", None)
+        read = dict(config)
+        if path and path != ours.model:
+            read = {name: read[name] for name in ("quantization_config",) if name in read} | _read(hf_config, path)
+        if not told:
+            return read
+        runs = hf_config.to_dict()
+        if callable(told):  # it may have changed anything: what it changed is what differs
+            told = _changed(self.completed_config(read), runs)
+        return _taken(read, told, runs, hf_config)
 
+    def completed_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`config` as the class of the config that runs completes it."""
+        full: dict[str, Any] = type(self.model_config.hf_config).from_dict(dict(config)).to_dict()
+        return full
 
-def tokenizer_folder(model_config: Any) -> str:
-    """Where its tokenizer lies, empty for the folder of the model."""
-    name = getattr(model_config, "tokenizer", None)
-    if not name or name == model_config.model:
-        return ""
-    return str(local_folder(name, getattr(model_config, "tokenizer_revision", None)))
+    def tokenizer_folder(self) -> str:
+        """Where its tokenizer lies, empty for the folder of the model."""
+        name = getattr(self.model_config, "tokenizer", None)
+        if not name or name == self.model_config.model:
+            return ""
+        return str(local_folder(name, getattr(self.model_config, "tokenizer_revision", None)))
 
 
 def local_folder(name: str, revision: str | None) -> Path:
@@ -51,22 +55,6 @@ def local_folder(name: str, revision: str | None) -> Path:
         return given.resolve()
     hub: Any = import_module("huggingface_hub")
     return Path(hub.snapshot_download(name, revision=revision, local_files_only=True))
-
-
-class ServerConfig:
-    """`engine_adapter.base.KnowsConfig` where only the server is at hand, and no rank of ours."""
-
-    def __init__(self, model_config: Any) -> None:
-        self.model_config = model_config
-
-    def running_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return running_config(self.model_config, config)
-
-    def completed_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return hf_completed(self.model_config, config)
-
-    def tokenizer_folder(self) -> str:
-        return tokenizer_folder(self.model_config)
 
 
 def _read(hf_config: Any, path: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ MULTI = f"{_V1}.multi_connector.MultiConnector"
 @dataclass(frozen=True, slots=True)
 class Tier:
     """`resets`: it is empty after vLLM's reset. `salted`: its keys carry the salt of a request, and with it the
-    version (`traffic.namespaces`).
+    version (`hosted.gate.Namespaces`).
     """
 
     resets: bool = False

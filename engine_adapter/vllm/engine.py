@@ -14,7 +14,7 @@ from engine_adapter.base import Derived, EngineSpec, GenerateRequest, Parameter,
 from engine_adapter.parameters import collect
 from engine_adapter.placement.rows import Placement
 from engine_adapter.vllm.building import recorded_placements
-from engine_adapter.vllm.configs import hf_completed, running_config, tokenizer_folder
+from engine_adapter.vllm.configs import ServerConfig
 from engine_adapter.vllm.connectors import connectors, named
 from engine_adapter.vllm.settings import SparePlace
 from engine_adapter.vllm.twins.layers import processed_layers
@@ -40,12 +40,13 @@ NOTES = (
 )
 
 
-class VllmRankEngine:
+class VllmRankEngine(ServerConfig):
     """`worker`: vLLM's own, with its model loaded. Made while the engine serves no request."""
 
     name = "vllm"
 
     def __init__(self, worker: Any, spec: EngineSpec) -> None:
+        super().__init__(worker.vllm_config.model_config)
         self.rank, self.size = spec.rank, spec.size
         self._worker = worker
         model = worker.get_model()
@@ -87,15 +88,6 @@ class VllmRankEngine:
 
     def placement(self, specs: Mapping[str, TensorSpec]) -> Placement:
         return self._placements.placement(specs)
-
-    def running_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return running_config(self._worker.vllm_config.model_config, config)
-
-    def completed_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return hf_completed(self._worker.vllm_config.model_config, config)
-
-    def tokenizer_folder(self) -> str:
-        return tokenizer_folder(self._worker.vllm_config.model_config)
 
     def stand(self, number: int) -> None:
         """On the worker's own thread, between two steps, while the scheduler is paused. `number`: of this pause."""

@@ -1,7 +1,8 @@
 """A worker extension whose ranks fail on order, inside the real worker processes of a real vLLM engine.
 
 `--worker-extension-cls engine_adapter.vllm.testing.FaultyWorker`, with the orders in the file that the environment
-variable"""
+variable `LIVEWEIGHTS_FAULTS` names: `ACTION:before|after:VERB:RANK`, one for each word.
+"""
 
 from __future__ import annotations
 
