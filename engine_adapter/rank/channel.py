@@ -1,8 +1,9 @@
 """Framed JSON between a front and one rank over a Unix socket pair. Nothing is unpickled (I10).
 
 A frame is a 4-byte big-endian length, a JSON header line `{"kind", "id", "verb"}`, and the message as JSON. `call`
-frames go from front to rank, `reply` and `refused` frames answer them by id, `event` frames come unasked. The
-messages here are those beside a transaction: build, serve, label, submit, stop.
+frames go from front to rank, `reply` and `refused` frames answer them by id, `event` frames come unasked: `tokens` with
+a `TokenEvent`, `staged` with `BytesStaged`. The messages here are those beside a transaction: build, serve, label,
+submit, stop.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from engine_adapter.base import EngineSpec, GenerateRequest, TokenEvent
+from engine_adapter.base import EngineSpec, GenerateRequest
 from engine_adapter.rank.messages import RANK_MESSAGES, RankDone, RankHello
 from updater.protocol import wire
 
@@ -202,13 +203,6 @@ class StopEngine:
     """Stop and exit with status 0."""
 
     deadline_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokensMade:
-    """Event: new tokens, in order per request."""
-
-    events: tuple[TokenEvent, ...]
 
 
 @dataclass(frozen=True, slots=True)

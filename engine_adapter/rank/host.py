@@ -30,7 +30,6 @@ from engine_adapter.rank.channel import (
     RankLabel,
     StartServing,
     StopEngine,
-    TokensMade,
 )
 from engine_adapter.rank.messages import RANK_MESSAGES, RankDone, RankHello, RankRefused, hello_of
 from transports.base import Cancelled
@@ -104,7 +103,7 @@ class RankHost(Generic[Engine]):
         self.server.event("staged", BytesStaged(serial, done))
 
     def _emit(self, event: TokenEvent) -> None:
-        self.server.event("tokens", TokensMade((event,)))
+        self.server.event("tokens", event)
 
 
 def spare_on_host(engine: object) -> bool:

@@ -34,7 +34,6 @@ from engine_adapter.rank.channel import (
     FrameKind,
     FrontChannel,
     StopEngine,
-    TokensMade,
 )
 from engine_adapter.rank.messages import RankHello, RankRefused
 from updater.core.errors import Aborted, Failure, LiveweightsError
@@ -202,8 +201,7 @@ class RankCalls:
                 if frame.header.kind is not FrameKind.EVENT:
                     line.answered(frame)
                 elif frame.header.verb == "tokens":
-                    for event in wire.decode(TokensMade, frame.body).events:
-                        self._on_tokens(event)
+                    self._on_tokens(wire.decode(TokenEvent, frame.body))
                 elif frame.header.verb == "staged":
                     self._on_staged(line.rank, wire.decode(BytesStaged, frame.body))
         except ChannelClosed:

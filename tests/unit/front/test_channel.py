@@ -19,7 +19,6 @@ from engine_adapter.rank.channel import (
     FrameKind,
     FrontChannel,
     RankChannel,
-    TokensMade,
 )
 from updater.protocol import wire
 
@@ -30,7 +29,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def test_a_message_arrives_as_it_was_sent_in_both_directions() -> None:
     ours, theirs = pair()
-    message = TokensMade((TokenEvent("r1", (1, 2), "0-1", "stop", cached_tokens=3),))
+    message = TokenEvent("r1", (1, 2), "0-1", "stop", cached_tokens=3)
 
     async def front() -> Frame:
         end = await FrontChannel.over(ours)
@@ -53,7 +52,7 @@ def test_a_message_arrives_as_it_was_sent_in_both_directions() -> None:
     rank.close()
     assert seen[0].header == FrameHeader(FrameKind.CALL, 7, "plan")
     assert answer.header == FrameHeader(FrameKind.REPLY, 7, "plan")
-    assert wire.decode(TokensMade, answer.body) == message
+    assert wire.decode(TokenEvent, answer.body) == message
 
 
 def test_frames_of_many_threads_do_not_interleave() -> None:
