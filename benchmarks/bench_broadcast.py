@@ -1,16 +1,20 @@
 """Broadcast to two receivers against bare collectives of the same buckets, in the same processes.
 
 `python -m benchmarks.bench_broadcast [--small] [--bucket-mib N ...]`. Goal: the transport alone, through its seams but
-with nothing to pack or scatter, at 0.9 of the bare speed. Packing and scattering are printed beside it: on a machine
-with fewer cores than processes they compete with the kernel's copies.
+with nothing to pack or scatter, at 0.9 of the bare speed. Packing and scattering are printed beside it, with the
+processor time that all processes took: on a machine with fewer cores than processes they compete with the kernel's
+copies, and no order of the same work is faster than that time divided by the cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import time
+from collections import defaultdict
 from datetime import timedelta
 from typing import Any
 
@@ -78,7 +82,7 @@ def receive(number: int, port: int) -> None:
             take = scatter.take if scatter is not None else lambda _chunk, _data: None
             receiver.receive(lambda _plan: None, take, lambda _bytes: None, lambda: False)
             receiver.close(normal=True)
-        print("done", flush=True)
+        print(time.process_time(), flush=True)
 
 
 class Bench:
@@ -96,12 +100,14 @@ class Bench:
         self.group = bare_group(self.store.port, 0)
         self.sender = BroadcastSender()
         self.nbytes = sum(spec.nbytes for spec in self.specs)
+        self.used = 0.0  # processor time of all processes so far, in seconds
 
-    def measure(self, bucket_bytes: int, rounds: int) -> list[float]:
-        """Seconds: bare, transport alone, with packing and scattering."""
+    def measure(self, bucket_bytes: int, rounds: int) -> tuple[list[float], list[float]]:
+        """Seconds, and seconds of processor time: bare, transport alone, with packing and scattering."""
         plan = StreamPlan(self.specs, bucket_bytes)
         slots = [torch.zeros(plan.room, dtype=torch.uint8) for _ in range(2)]
         seats = seats_for(RECEIVERS)
+        processor: dict[str, list[float]] = defaultdict(list)
 
         def together(what: str) -> None:
             offer = StreamOffer("broadcast", self.sender.address, self.sender.session, seats)
@@ -116,11 +122,16 @@ class Bench:
                 send_all(self.sender, offer, plan, self.tensors, _WAIT_S)
             else:
                 self.send_unpacked(offer, plan)
+            used = time.process_time()
             for receiver in self.receivers:
                 assert receiver.stdout is not None
-                assert receiver.stdout.readline() == "done\n"
+                used += float(receiver.stdout.readline())
+            processor[what].append(used - self.used)
+            self.used = used
 
-        return best_of(rounds, *(lambda what=what: together(what) for what in ("bare", "alone", "full")))  # type: ignore[misc]
+        kinds = ("bare", "alone", "full")
+        seconds = best_of(rounds, *(lambda what=what: together(what) for what in kinds))  # type: ignore[misc]
+        return seconds, [min(processor[what]) for what in kinds]
 
     def send_unpacked(self, offer: StreamOffer, plan: StreamPlan) -> None:
         self.sender.open(offer, plan, _WAIT_S)
@@ -152,10 +163,13 @@ def main() -> None:
     report = Report(f"Broadcast to {RECEIVERS} receivers, {bench.nbytes / 1e9:.2f} GB")
     for mib in options.bucket_mib:
         alone, whole = (f"broadcast / bare, buckets of {mib} MiB{end}" for end in ("", ", with pack and scatter"))
-        bare_s, alone_s, full_s = bench.measure(mib << 20, 2 if options.small else 4)
+        (bare_s, alone_s, full_s), processor = bench.measure(mib << 20, 2 if options.small else 4)
         speed = f"bare {bench.nbytes / bare_s / 1e9:.2f} GB/s"
         report.add(alone, bare_s / alone_s, goal=GOAL, detail=f"{speed}, here {bench.nbytes / alone_s / 1e9:.2f} GB/s")
-        report.add(whole, bare_s / full_s, detail=f"{bench.nbytes / full_s / 1e9:.2f} GB/s")
+        shares = " / ".join(f"{used * 1e9 / bench.nbytes:.2f}" for used in processor)
+        least_s = processor[-1] / len(os.sched_getaffinity(0))
+        detail = f"{bench.nbytes / full_s / 1e9:.2f} GB/s; processor s/GB: bare / alone / full {shares}"
+        report.add(whole, bare_s / full_s, detail=f"{detail}, so at most {bare_s / least_s:.2f}")
     bench.close()
     report.finish()
 
