@@ -4,6 +4,7 @@ exists, and every hazard that a comment cites is in its list.
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -32,6 +33,19 @@ def test_every_case_has_a_test() -> None:
 
 def test_every_id_of_a_test_is_a_case() -> None:
     assert _tested() - listed() == set()
+
+
+def test_every_mark_stands_on_a_test() -> None:
+    """One on a helper is in no list of results."""
+    marked = {
+        node.name
+        for path in TESTS.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and any("mark.case(" in ast.unparse(decorator) for decorator in node.decorator_list)
+    }
+    assert len(marked) > 100
+    assert {name for name in marked if not name.startswith(("test_", "Test"))} == set()
 
 
 def test_ids_are_marks_and_no_part_of_names() -> None:

@@ -41,7 +41,6 @@ def test_two_ranks_on_one_device_are_refused_for_nccl() -> None:
         refuse_shared_devices(offer, "GPU-0", {0: "GPU-1", 1: "", 2: "GPU-2"})
 
 
-@pytest.mark.case("B204")
 def model_of(buckets: int) -> dict[str, torch.Tensor]:
     """Tensors that fill a bucket of a kilobyte each."""
     return {f"t{at}": noise("BF16", (8, 64), at) for at in range(buckets)}

@@ -27,6 +27,7 @@ def connect(address: str, within_s: float) -> Connection:
     return dial_unix(address, time.monotonic() + within_s, lambda: None)
 
 
+@pytest.mark.case("B204")
 def test_addresses_of_tcp() -> None:
     for host in ("127.0.0.1", "::1", "trainer.example"):
         assert split_address(join_address(host, 70)) == (host, 70)
