@@ -1,6 +1,6 @@
 """The trainer's side: `push(weights, version)` and the client behind it.
 
-May import `transports` and, of `updater`, only `core`, `schemas`, `manifest`, `names`, `wire` and `problems`.
+May import `transports` and, of `updater`, only `core`, `protocol` and `ray`.
 Must never know of engines. Names are loaded on first use, so that a client costs no torch.
 """
 

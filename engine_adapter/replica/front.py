@@ -73,8 +73,8 @@ class Identity:
 
 
 class Front:
-    """`state`: made by `replica_state.started` once the start checkpoint was replayed. `rejoin`: called when an
-    operator had this replica readmitted; `reopened` is then unset until a coordinator admits it.
+    """`state`: made by `updater.core.replica.machine.started` once the start checkpoint was replayed. `rejoin`: called
+    when an operator had this replica readmitted; `reopened` is then unset until a coordinator admits it.
     """
 
     def __init__(

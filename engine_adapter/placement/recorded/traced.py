@@ -121,7 +121,7 @@ class _Trace:
         return bases
 
     def _load(self, marks: CoordinateCode) -> dict[str, torch.Tensor]:
-        """Global coordinates per target, or classes of what is none (`recorded_affine`)."""
+        """Global coordinates per target, or classes of what is none (`affine`)."""
         sources = {
             name: marks.encode(torch.arange(base, base + self.specs[name].numel)).reshape(self.specs[name].shape)
             for name, base in self._bases().items()

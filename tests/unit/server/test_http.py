@@ -1,4 +1,4 @@
-"""What `http.install` gives any app: closed paths, bounded bodies, problem documents."""
+"""What `guard.install` gives any app: closed paths, bounded bodies, problem documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may happen to the fleet machine. Frozen values; the shell makes them, `fleet.step` eats them.
+"""What may happen to the fleet machine. Frozen values; the shell makes them, `machine.step` takes them.
 
 The shell owns sockets, clocks and the journal. It turns client calls, replies, timers and durable writes into these
 events, one at a time, and performs the effects that come back (`effects.py`).
